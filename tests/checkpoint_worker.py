@@ -130,7 +130,8 @@ def compare_pair(pair: Pair) -> dict[str, Any]:
         one, other = map(read_whole, folders)
     worst = max(
         abs(ours / theirs - 1)
-        for ours, theirs in zip(sum(loaded["after"], []), sum(saved["after"], []), strict=True)
+        for after in zip(loaded["after"], saved["after"], strict=True)
+        for ours, theirs in zip(*after, strict=True)
     )
     different = [key for key in one.keys() | other.keys() if not _is_same(one.get(key), other.get(key))]
     return {"tensors": len(one), "different": different, "worst": worst, "values": _count(one)}

@@ -158,8 +158,9 @@ def reduce_on_rank(rank: int, store: str) -> None:
     ranks = len(WAITED_S)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     loss = torch.tensor(2.5) if rank == 1 else None
-    totals, waited_s = reduce_metrics(loss, float(rank), WAITED_S[rank], torch.device("cpu"))
-    assert totals == [2.5, 3.0] and waited_s == 3.0
+    stopped_by = 15 if rank == 2 else 0
+    totals, largest = reduce_metrics(loss, float(rank), WAITED_S[rank], stopped_by, torch.device("cpu"))
+    assert totals == [2.5, 3.0] and largest == [3.0, 15.0]
     dist.destroy_process_group()
 
 

@@ -101,6 +101,26 @@ class TrainCommand:
             help="write the trained weights under the names, dtypes and files of --model",
         ),
     ] = None
+    resume: Annotated[
+        bool,
+        describe_option(
+            help="go on from the newest checkpoint in --run-dir, also one of another plan or number of GPUs; "
+            "begin if there is none"
+        ),
+    ] = False
+    checkpoint_every: Annotated[
+        int | None,
+        describe_option(
+            metavar="N",
+            help="save a checkpoint after every N steps and the last; default: run.checkpoint.every, or none",
+        ),
+    ] = None
+    restarts: Annotated[
+        int,
+        describe_option(
+            metavar="N", help="start all ranks again, from the newest checkpoint, up to N times; default: 0"
+        ),
+    ] = 0
     memory: Annotated[
         bool,
         describe_option(help="count the bytes of all tensors in the last step and compare with the plan"),
@@ -147,7 +167,7 @@ class TrainCommand:
         if not self.json:
             title = f"{job.name} on {plan.ranks.world} ranks; {format_predicted_step(plan)}"
             print_lines(wrap_text("job", title))
-        code, summary = _run_ranks(job, plan, training, visible=not self.quiet)
+        code, summary = _run_ranks(job, plan, training, visible=not self.quiet, restarts=self.restarts)
         if summary is not None:
             print_result(
                 build_train_json(summary, index),
@@ -185,6 +205,9 @@ class TrainCommand:
             ("--run-dir", self.run_dir != RUN_DIR),
             ("--model", self.model is not None),
             ("--save", self.save is not None),
+            ("--resume", self.resume),
+            ("--checkpoint-every", self.checkpoint_every is not None),
+            ("--restarts", self.restarts != 0),
         ):
             if is_given:
                 raise UserError(
@@ -208,11 +231,14 @@ class TrainCommand:
 
     def _rank(self, place: Launched) -> int:
         """Trains one rank in this process; rank 0 prints the result."""
+        from optimus.engine.checkpoint_folder import refuse_other_run
         from optimus.engine.config import PLAN
         from optimus.ir.planfile import hash_plan, save_plan
 
         job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
+        if training.checkpoint.every and not training.resume and not place.restart:
+            refuse_other_run(self.run_dir)
         plan = self._plan(job, profile)
         has_folder = training.model_dir is not None or training.data is not None
         trainer = import_trainer("optimus.hf.train_folder" if has_folder else "optimus.engine.trainer")
@@ -268,7 +294,16 @@ class TrainCommand:
             run_dir=self.run_dir,
             count_memory=self.memory,
             model=job.model,
+            checkpoint_every=self.checkpoint_every,
+            resume=self.resume,
         )
+        if self.restarts and not training.checkpoint.every:
+            raise UserError(
+                field="--restarts",
+                value=self.restarts,
+                problem="would begin at the first step again: no checkpoints are saved",
+                hint="add --checkpoint-every 100",
+            )
         return add_folders(training, job, self.model, self.save)
 
     @property
@@ -354,9 +389,10 @@ def train(
 
 
 def _run_ranks(
-    job: Job, plan: Plan, training: TrainingConfig, *, visible: bool = False
+    job: Job, plan: Plan, training: TrainingConfig, *, visible: bool = False, restarts: int = 0
 ) -> tuple[int, TrainingSummary | None]:
-    """Starts the ranks of a checked plan; returns the exit code and, if that is 0, the summary."""
+    """Starts the ranks of a checked plan; returns the exit code and the summary if the run ended itself."""
+    from optimus.engine.checkpoint_folder import refuse_other_run
     from optimus.engine.config import METRICS, PLAN
     from optimus.ir.planfile import save_plan
 
@@ -364,7 +400,10 @@ def _run_ranks(
     with tempfile.TemporaryDirectory(prefix="optimus-") as name:
         private = Path(name)
         folder = training.run_dir or private
-        (folder / METRICS).unlink(missing_ok=True)
+        if not training.resume:
+            if training.checkpoint.every:
+                refuse_other_run(folder)
+            (folder / METRICS).unlink(missing_ok=True)
         digest = save_plan(plan, folder / PLAN)
         absolute = replace(training, run_dir=folder.absolute())
         with (
@@ -373,7 +412,7 @@ def _run_ranks(
             else nullcontext()
         ):
             result: tuple[int, TrainingSummary | None] = launcher.launch_training(
-                job, plan, digest, absolute, private
+                job, plan, digest, absolute, private, restarts=restarts
             )
         return result
 

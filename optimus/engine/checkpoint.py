@@ -37,6 +37,22 @@ from optimus.engine.checkpoint_storage import (
 from optimus.errors import OptimusError, UserError
 from optimus.ir.files import sync_directory, write_file_atomically
 
+
+def run_on_first(act: Callable[[], object], group: dist.ProcessGroup) -> tuple[str, str]:
+    """Runs a function on the first rank; returns its result, or what went wrong, on all ranks."""
+    outcome: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = [(str(act()), "")]
+        except OSError as error:
+            outcome = [("", error.strerror or str(error))]
+        except OptimusError as error:
+            outcome = [("", str(error).splitlines()[0].removeprefix("error: "))]
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    result: tuple[str, str] = outcome[0]
+    return result
+
+
 # ---------------------------------------------------------------------------- loading
 
 
@@ -136,7 +152,7 @@ class CheckpointWriter:
 
     def _write(self, step: int, facts: Mapping[str, Any]) -> str:
         """Writes a checkpoint; returns what went wrong, the same on all ranks, or nothing."""
-        temporary, problem = self._from_first(lambda: self._make_temporary(step))
+        temporary, problem = run_on_first(lambda: self._make_temporary(step), self._group)
         if problem:
             return problem
         folder = Path(temporary)
@@ -159,24 +175,10 @@ class CheckpointWriter:
             manifest = Manifest(
                 step=step, facts=facts, files={name: each[name] for each, _ in everyone for name in each}
             )
-            _, problem = self._from_first(lambda: self._complete(folder, manifest))
+            _, problem = run_on_first(lambda: self._complete(folder, manifest), self._group)
         if problem and self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         return problem
-
-    def _from_first(self, act: Callable[[], object]) -> tuple[str, str]:
-        """Runs a function on the first rank; returns its result, or what went wrong, on all ranks."""
-        outcome: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                outcome = [(str(act()), "")]
-            except OSError as error:
-                outcome = [("", f"{error.strerror or error}")]
-            except OptimusError as error:
-                outcome = [("", str(error).splitlines()[0].removeprefix("error: "))]
-        dist.broadcast_object_list(outcome, group=self._group, group_src=0)
-        result: tuple[str, str] = outcome[0]
-        return result
 
     def _make_temporary(self, step: int) -> Path:
         temporary = self._folder / f".{name_checkpoint(step)}.{secrets.token_hex(8)}.tmp"

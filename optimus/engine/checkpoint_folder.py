@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from optimus.errors import UserError
 
 FORMAT = 1
+CHECKPOINTS = "checkpoints"  # folder in that of the run
 MANIFEST, LOCK = "manifest.json", ".lock"
 NAME = re.compile(r"step-(\d{8,18})")
 TEMPORARY = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
@@ -99,6 +100,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
+def refuse_other_run(run_dir: Path) -> None:
+    """Raises if a run that begins would mix its checkpoints with those of an earlier one."""
+    if list_checkpoints(run_dir / CHECKPOINTS):
+        raise UserError(
+            field="--run-dir",
+            value=str(run_dir),
+            problem="has checkpoints of an earlier run",
+            hint="add --resume to go on with it, or name another folder",
+        )
+
+
 def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
     """Raises unless the files of a checkpoint are those of its manifest; ranks share the work."""
     for name in sorted(manifest.files)[part::parts]:
@@ -149,11 +161,7 @@ def lock_folder(folder: Path) -> BinaryIO:
             break
         except OSError:
             if time.monotonic() > deadline:
-                raise UserError(
-                    field=str(folder),
-                    problem="is where another run writes its checkpoints",
-                    hint="end that run, or use another --run-dir",
-                ) from None
+                raise OSError("is where another run writes its checkpoints") from None
             time.sleep(0.1)
     for path in folder.iterdir():
         if TEMPORARY.fullmatch(path.name):

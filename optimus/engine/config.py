@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from optimus.engine.checkpoint_folder import CheckpointConfig
 from optimus.engine.input_digest import digest_index, digest_weights
 from optimus.engine.optimizer_config import OptimizerConfig
 from optimus.ir.files import write_file_atomically
@@ -56,6 +57,8 @@ class TrainingConfig:
     model_dir: Path | None = None  # a model folder whose weights are trained; they are random otherwise
     data: DataSource | None = None  # samples are synthetic otherwise
     save_dir: Path | None = None  # a folder for the trained weights, under the names of `model_dir`
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: bool = False  # from the newest checkpoint in `run_dir`, if there is one
 
     def settings(self) -> dict[str, object]:
         """Returns what must be the same on all ranks, by its name in a job file or on the command line."""
@@ -73,6 +76,8 @@ class TrainingConfig:
             "data (its index)": None if self.data is None else digest_index(self.data.index),
             "weights": None if self.model_dir is None else digest_weights(self.model_dir),
             "--memory": self.count_memory,
+            "--resume": self.resume,
+            **{f"run.checkpoint.{name}": value for name, value in asdict(self.checkpoint).items()},
         }
 
     @property
@@ -100,6 +105,7 @@ class StepMetrics:
     skipped_samples: int = 0  # whose files turned out broken: they trained nothing
     skipped_steps: int = 0  # 1 if the optimizer left this step out
     eval_loss: float | None = None  # of held-out batches after this step, where they were evaluated
+    checkpoint_s: float = 0.0  # after the step, until the state was copied and training could go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +146,8 @@ class TrainingSummary:
     skipped_steps: int = 0  # that the optimizer left out
     waiting_steps: int = 0  # that waited for data, for more than WAITING_SHARE of their time
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
+    stopped_by: int = 0  # the signal that ended the run before its last step
+    next_step: int = 0  # the number of the step that a resumed run begins with
 
     def save(self, path: Path) -> None:
         """Writes the summary for the process that started this one."""

@@ -21,7 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optimus.engine.config import TrainingConfig, TrainingSummary
@@ -36,6 +36,7 @@ INPUTS, SUMMARY = "inputs", "summary.json"
 POLL_S = 0.02
 LAST_LINES = 20  # of standard error, repeated for the rank that failed first
 SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # exit codes of ranks that stopped because of another
+STOP_S = 120.0  # for ranks that are asked to end, to save a checkpoint
 SETTLE_S = 1.0  # after such a rank has ended, for the one that failed itself
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -44,17 +45,22 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def launch_training(
-    job: Job, plan: Plan, plan_hash: str, config: TrainingConfig, folder: Path
+    job: Job, plan: Plan, plan_hash: str, config: TrainingConfig, folder: Path, *, restarts: int = 0
 ) -> tuple[int, TrainingSummary | None]:
-    """Trains a checked plan; returns the exit code and, if that is 0, the summary.
+    """Trains a checked plan; returns the exit code and the summary, if the run ended by itself.
 
+    A run that a signal has stopped after a checkpoint has both. Restarts go on from the newest checkpoint.
     Only this user may write to `folder`: ranks unpickle a file in it, which can run code.
     """
     write_file_atomically(folder / INPUTS, pickle.dumps((os.getpid(), job, plan, plan_hash, config)))
     has_folder = config.model_dir is not None or config.data is not None
     entry = "optimus.hf.train_folder" if has_folder else "optimus.engine.launcher"
-    code = launch_processes(entry, [str(folder)], plan.ranks.world)
-    return code, TrainingSummary.load(folder / SUMMARY) if code == 0 else None
+    stop_s = STOP_S if config.checkpoint.every else 0.0
+    code = launch_processes(entry, [str(folder)], plan.ranks.world, restarts=restarts, stop_s=stop_s)
+    if not (folder / SUMMARY).exists():
+        return code, None
+    summary = TrainingSummary.load(folder / SUMMARY)
+    return code or (128 + summary.stopped_by if summary.stopped_by else 0), summary
 
 
 def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = None) -> int:
@@ -120,46 +126,79 @@ class _RankProcess:
 
 
 def launch_processes(
-    entry: str, args: Sequence[str], ranks: int, *, grace_s: float = 0.5, timeout_s: float = 60.0
+    entry: str,
+    args: Sequence[str],
+    ranks: int,
+    *,
+    restarts: int = 0,
+    stop_s: float = 0.0,
+    grace_s: float = 0.5,
+    timeout_s: float = 60.0,
 ) -> int:
     """Runs `python -m entry args` as `ranks` processes; returns 0, or the code of the rank that failed first.
 
     When a rank fails, or this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), the others are terminated,
-    and killed after `grace_s`; no rank outlives this process, whatever kills it. A rank that a signal ended
-    counts as 128 + its number, as in a shell. Standard output is shared, standard error is forwarded. The
-    store listens on loopback only; it is created, and torch loaded for it, while the ranks load torch
+    and killed after `grace_s`; no rank outlives this process, whatever kills it. SIGTERM and SIGHUP first ask
+    the ranks to end by themselves, which may take `stop_s`. After a failure all ranks are started again, up
+    to `restarts` times. A rank that a signal ended counts as 128 + its number, as in a shell. Standard output
+    is shared, standard error is forwarded.
+    """
+    with _interruptions() as interruptions:
+        for restart in range(restarts + 1):
+            failed = _run_once(entry, args, ranks, restart, interruptions, stop_s, grace_s, timeout_s)
+            if interruptions:
+                return 128 + interruptions[0]
+            code = 0 if failed is None else _report(failed)
+            if code in (0, EXIT_REFUSED):
+                break
+            if restart < restarts:
+                with suppress(OSError):
+                    os.write(2, f"starts all ranks again ({restart + 1} of {restarts} times)\n".encode())
+    return code
+
+
+def _run_once(
+    entry: str,
+    args: Sequence[str],
+    ranks: int,
+    restart: int,
+    interruptions: list[int],
+    stop_s: float,
+    grace_s: float,
+    timeout_s: float,
+) -> _RankProcess | None:
+    """Starts all ranks and waits for their end; returns the one that failed first.
+
+    The store listens on loopback only; it is created, and torch loaded for it, while the ranks load torch
     themselves.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    port = listening.getsockname()[1]
-    run_id = uuid.uuid4().hex[:12]
     running: list[_RankProcess] = []
-    with _interruptions() as interruptions:
-        try:
-            for rank in range(ranks):
-                place = Launched(
-                    rank=rank,
-                    world=ranks,
-                    local_rank=rank,
-                    local_world=ranks,
-                    restart=0,
-                    run_id=run_id,
-                    address="127.0.0.1",
-                    port=port,
-                    store_is_hosted=True,
-                )
-                running.append(_start(entry, args, place))
-            from optimus.engine.rendezvous import host_tcp_store  # loads torch
+    whole = Launched(
+        rank=0,
+        world=ranks,
+        local_rank=0,
+        local_world=ranks,
+        restart=restart,
+        run_id=uuid.uuid4().hex[:12],
+        address="127.0.0.1",
+        port=listening.getsockname()[1],
+        store_is_hosted=True,
+    )
+    try:
+        places = (replace(whole, rank=rank, local_rank=rank) for rank in range(ranks))
+        running.extend(_start(entry, args, place) for place in places)
+        from optimus.engine.rendezvous import host_tcp_store  # loads torch
 
-            store = host_tcp_store(listening, timeout_s)
-            failed = _wait(running, interruptions)
-            del store  # not before the ranks have ended
-        finally:
-            _end(running, grace_s)
-            listening.close()
-    if interruptions:
-        return 128 + interruptions[0]
-    return 0 if failed is None else _report(failed)
+        store = host_tcp_store(listening, timeout_s)
+        failed = _wait(running, interruptions)
+        if stop_s and interruptions and interruptions[0] != signal.SIGINT:
+            _ask_to_stop(running, interruptions, stop_s)
+        del store  # not before the ranks have ended
+    finally:
+        _end(running, grace_s)
+        listening.close()
+    return failed
 
 
 def _start(entry: str, args: Sequence[str], place: Launched) -> _RankProcess:
@@ -221,6 +260,22 @@ def _wait(running: list[_RankProcess], interruptions: list[int]) -> _RankProcess
             break
         time.sleep(POLL_S)
     return None
+
+
+def _ask_to_stop(running: list[_RankProcess], interruptions: list[int], stop_s: float) -> None:
+    """Lets ranks, not their data workers, save what they have; returns when all have ended, or one failed.
+
+    A second interruption ends the wait.
+    """
+    for rank in running:
+        if rank.process.poll() is None:
+            rank.process.send_signal(signal.SIGTERM)
+    deadline, first = time.monotonic() + stop_s, len(interruptions)
+    while len(interruptions) == first and time.monotonic() < deadline:
+        codes = [rank.process.poll() for rank in running]
+        if any(codes) or all(code == 0 for code in codes):
+            return
+        time.sleep(POLL_S)
 
 
 def _end(running: list[_RankProcess], grace_s: float) -> None:

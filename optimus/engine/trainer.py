@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from statistics import median
@@ -35,6 +35,7 @@ from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
+from optimus.engine.run_checkpoints import RunCheckpoints, StopRequest, stop_on_signals
 from optimus.engine.run_policy import PolicyWatch
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
@@ -82,7 +83,7 @@ def train_rank(
         versions = {"optimus": __version__, "torch": torch.__version__}
         settings = {"plan": plan_hash, **config.settings(), **versions}
         check_settings_agree(member.store, member.rank, member.world, settings)
-        loop = _TrainingLoop(job, plan, config, member, load, dataset)
+        loop = _TrainingLoop(job, plan, plan_hash, config, member, load, dataset)
         summary = loop.run(on_step if member.rank == 0 else None)
         if save is not None:
             for bucket in loop.rank.executor.buckets:  # masters to parameters
@@ -122,20 +123,20 @@ def _has_gpus() -> bool:
 
 
 def reduce_metrics(
-    loss: Tensor | None, skipped: float, waited_s: float, device: torch.device
-) -> tuple[list[float], float]:
-    """Returns loss and skipped samples, summed over ranks, and the longest wait of a rank for data.
+    loss: Tensor | None, skipped: float, waited_s: float, stopped_by: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Returns loss and skipped samples, summed over ranks, and what is largest on any rank.
 
-    A step waits as long as its slowest rank does.
+    That is the wait for data, since a step waits as long as its slowest rank does, and the signal that stops
+    a rank, since all ranks stop after the same step.
     """
     totals = torch.tensor([0.0, skipped], dtype=torch.float64, device=device)
-    longest = torch.tensor(waited_s, dtype=torch.float64, device=device)
+    largest = torch.tensor([waited_s, stopped_by], dtype=torch.float64, device=device)
     if loss is not None:
         totals[0] = loss
     dist.all_reduce(totals)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    sums: list[float] = totals.tolist()
-    return sums, float(longest)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return totals.tolist(), largest.tolist()
 
 
 class _TrainingLoop:
@@ -145,6 +146,7 @@ class _TrainingLoop:
         self,
         job: Job,
         plan: Plan,
+        plan_hash: str,
         config: TrainingConfig,
         member: RunMembership,
         load: Callable[[RankModel, int], object] | None,
@@ -171,12 +173,19 @@ class _TrainingLoop:
         self._policy = PolicyWatch(config.policy)
         self._has_warned = False
         self._memory: MemoryUse | None = None
+        self._refusal: UserError | None = None  # of the policy for steps that cannot be trained
+        self._stopped_by = 0  # the signal that ends the run, the same on all ranks
         self._batch_plan: BatchPlan | None = None  # of the next step
         self._batch_plans = BatchPlanBroadcast(
             plan,
             groups.control,
             reader=plan.ranks.rank_of(0, self.rank.replica, 0, plan.ranks.place(LLM, member.rank).tp),
         )
+        self._is_resumed = config.resume or member.restart > 0
+        self._checkpoints: RunCheckpoints | None = None
+        if config.checkpoint.every or config.resume:
+            self._checkpoints = RunCheckpoints(self.rank, plan_hash, resume=self._is_resumed)
+        self._first_step = config.first_step if self._checkpoints is None else self._checkpoints.load()
 
     # ------------------------------------------------------------------------ steps
 
@@ -193,27 +202,20 @@ class _TrainingLoop:
         )
         watchdog.start()
         steps: list[StepMetrics] = []
-        stop: UserError | None = None
         try:
-            self._start_batch_plan(self.config.first_step)
-            for step in range(self.config.first_step, self.config.end_step):
-                metrics = self._step(step)
-                if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
-                    metrics = replace(metrics, eval_loss=self._evaluate())
-                steps.append(metrics)
-                usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
-                watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
-                self._write(metrics)
-                stop = self._policy.find_stop(metrics)
-                if stop is not None:
-                    break
-                if on_step is not None:
-                    on_step(metrics)
+            with nullcontext(StopRequest()) if self._checkpoints is None else stop_on_signals() as signals:
+                for metrics in self._run_steps(signals):
+                    steps.append(metrics)
+                    usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
+                    watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
+                    self._write(metrics)
+                    if on_step is not None and self._refusal is None:
+                        on_step(metrics)
         except Exception as error:
             watchdog.fail(error)
         watchdog.stop()
-        if stop is not None:
-            raise stop
+        if self._refusal is not None:
+            raise self._refusal
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
             steps=len(steps),
@@ -226,7 +228,36 @@ class _TrainingLoop:
             skipped_samples=sum(metrics.skipped_samples for metrics in steps),
             skipped_steps=sum(metrics.skipped_steps for metrics in steps),
             skipped=self._name_skipped_samples(),
+            stopped_by=self._stopped_by,
+            next_step=self._first_step + len(steps),
         )
+
+    def _run_steps(self, signals: StopRequest) -> Iterator[StepMetrics]:
+        """Trains step by step, and saves checkpoints when they are due or a signal ends the run."""
+        if self._first_step < self.config.end_step:
+            self._start_batch_plan(self._first_step)
+        for step in range(self._first_step, self.config.end_step):
+            metrics = self._step(step, signals)
+            self._refusal = self._policy.find_stop(metrics)
+            if self._refusal is not None:
+                yield metrics
+                break
+            if self.config.eval_every and (step + 1) % self.config.eval_every == 0:
+                metrics = replace(metrics, eval_loss=self._evaluate())
+            begin = time.perf_counter()
+            if self._is_checkpoint_due(step + 1):
+                assert self._checkpoints is not None
+                self._checkpoints.save(step + 1)
+            yield replace(metrics, checkpoint_s=time.perf_counter() - begin)
+            if self._stopped_by:
+                break
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        is_last = bool(self._stopped_by) or step == self.config.end_step
+        return every > 0 and (is_last or step % every == 0)
 
     def _name_skipped_samples(self) -> tuple[str, ...]:
         """Returns why the first samples of the run were skipped, on any rank."""
@@ -245,7 +276,7 @@ class _TrainingLoop:
         dist.all_gather_object(memories, self._memory)
         return max((memory for memory in memories if memory is not None), key=lambda use: use.counted_peak)
 
-    def _step(self, step: int) -> StepMetrics:
+    def _step(self, step: int, signals: StopRequest) -> StepMetrics:
         begin, waited_s = time.perf_counter(), self._data_wait_s
         is_last = step + 1 == self.config.end_step
         batch_plan = self._batch_plan
@@ -267,7 +298,10 @@ class _TrainingLoop:
             loss = rank.executor.step(batch)
         waited_s = self._data_wait_s - waited_s
         with self._recorded(LOSS):
-            totals, waited_s = reduce_metrics(loss, self._count_skipped(batch_plan), waited_s, rank.device)
+            totals, (waited_s, stopped_by) = reduce_metrics(
+                loss, self._count_skipped(batch_plan), waited_s, signals.number, rank.device
+            )
+        self._stopped_by = round(stopped_by)
         grad_norm, is_left_out = rank.optimizer.read_outcome()
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
@@ -342,7 +376,7 @@ class _TrainingLoop:
         """Appends a line to the metrics file; a new run begins the file, a restart does not."""
         if self.member.rank == 0 and self.config.run_dir is not None:
             line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
-            begins = metrics.step == self.config.first_step and self.member.restart == 0
+            begins = metrics.step == self.config.first_step and not self._is_resumed
             known = {name: value if _is_json(value) else None for name, value in line.items()}
             try:
                 with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
