@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -86,7 +87,7 @@ class RunCheckpoints:
 
     def _check(self, manifest: Manifest) -> None:
         """Raises if a checkpoint is one of another model, workload or seed; says what else has changed."""
-        saved, now = manifest.facts, self._facts
+        saved, now = manifest.facts, json.loads(json.dumps(self._facts))
         for part in ("model", "workload"):
             differing = _list_differing(saved[part], now[part])
             if differing:

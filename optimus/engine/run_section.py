@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from optimus.engine.checkpoint_folder import CheckpointConfig
 from optimus.engine.config import DTYPES, ON_NAN, ON_SPIKE, RunPolicy, TrainingConfig
 from optimus.engine.optimizer_config import (
     DECAYED,
@@ -21,6 +23,7 @@ from optimus.job.model import Model
 OPTIMIZER_HINT = "use optimizer: {lr: 1e-4, weight_decay: 0.01, clip: 1.0}"
 ACCUMULATION = ("accumulate", "accumulation_steps", "gradient_accumulation", "gradient_accumulation_steps")
 EVAL_HINT = "use eval: {every: 100, batches: 4}"
+CHECKPOINT_HINT = "use checkpoint: {every: 100, keep_last: 2, keep_every: 1000}"
 MODULE_HINT = "use a mapping such as {lr: 1e-5}"
 
 
@@ -31,6 +34,8 @@ def read_training_config(
     first_step: int = 0,
     run_dir: Path | None = None,
     count_memory: bool = False,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
     model: Model | None = None,
 ) -> TrainingConfig:
     """Reads and checks a job's `run:` section; `steps` overrides it. `model` has the modules it may name."""
@@ -67,6 +72,8 @@ def read_training_config(
         else _read_choice("run.dtype", settings, DTYPES, "is not a dtype to compute in"),
         run_dir=run_dir,
         count_memory=count_memory,
+        checkpoint=_read_checkpoint(settings, checkpoint_every),
+        resume=resume,
     )
 
 
@@ -120,6 +127,22 @@ def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:
             hint=f"use spike_factor: {default.spike_factor:g}",
         )
     return policy
+
+
+def _read_checkpoint(settings: Mapping[str, Any], every: int | None) -> CheckpointConfig:
+    """Reads `run.checkpoint`; `every` overrides it."""
+    given = _read_mapping("run.checkpoint", settings, CHECKPOINT_HINT)
+    default = asdict(CheckpointConfig())
+    _check_keys("run.checkpoint", given, default)
+    numbers = {name: _read_number(f"run.checkpoint.{name}", given, usual) for name, usual in default.items()}
+    if numbers["keep_last"] < 1:
+        raise UserError(
+            field="run.checkpoint.keep_last", value=0, problem="would keep none", hint="use keep_last: 1"
+        )
+    if every is not None:
+        _check_number("--checkpoint-every", every, default["every"])
+        numbers["every"] = every
+    return CheckpointConfig(**numbers)
 
 
 # ---------------------------------------------------------------------------- the optimizer
