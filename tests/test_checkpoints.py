@@ -37,6 +37,7 @@ from optimus.errors import UserError
 from optimus.models.collectives import ParamSplit, TpGroup
 
 TINY = "cpu/tiny-vl"
+TINY_FILE = ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml"
 KEEP_ALL = CheckpointConfig(every=1, keep_last=100)
 
 
@@ -307,11 +308,14 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+def start_and_wait_for(path: Path, words: list[str]) -> subprocess.Popen[bytes]:
+    """Starts a command; returns when it has made a file or a directory."""
+    process = subprocess.Popen(command(words), env=ENVIRONMENT)
+    deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+    return process
 
 
 @pytest.mark.ci("engine")
@@ -320,8 +324,7 @@ def test_a_run_stopped_by_sigterm_goes_on_bit_by_bit(plan: Path, tmp_path: Path)
     train = ["train", TINY, "--plan", str(plan), "--steps", "12", "--run-dir"]
     run([*train, str(tmp_path / "whole")])
     stopped = [*train, str(tmp_path / "stopped"), "--checkpoint-every", "5"]
-    process = subprocess.Popen(command(stopped), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "stopped" / "metrics.jsonl", process)
+    process = start_and_wait_for(tmp_path / "stopped" / "metrics.jsonl", stopped)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     done = len(losses(tmp_path / "stopped"))
@@ -338,23 +341,10 @@ def test_a_run_stopped_by_sigterm_goes_on_bit_by_bit(plan: Path, tmp_path: Path)
 @pytest.mark.timeout(300)
 def test_other_data_than_the_run_had_is_refused(plan: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(f"base: {TINY}\nrun: {{seed: 1}}\n")
-    run(
-        [
-            "train",
-            TINY,
-            "--plan",
-            str(plan),
-            "--steps",
-            "1",
-            "--run-dir",
-            str(tmp_path),
-            "--checkpoint-every",
-            "1",
-        ]
-    )
-    words = ["train", str(job), "--steps", "2", "--run-dir", str(tmp_path), "--resume"]
-    refused = run(words, code=2)
+    job.write_text(TINY_FILE.read_text() + "\nrun: {seed: 1}\n")
+    train = ["train", "--plan", str(plan), "--run-dir", str(tmp_path), "--checkpoint-every", "1", "--steps"]
+    run([*train, "1", TINY])
+    refused = run([*train, "2", "--resume", str(job)], code=2)
     assert "run.seed = 1 is 0 in the checkpoints" in refused.stderr
 
 
@@ -364,8 +354,7 @@ def test_a_killed_rank_is_started_again(plan: Path, tmp_path: Path) -> None:
     train = ["train", TINY, "--plan", str(plan), "--steps", "8", "--run-dir"]
     run([*train, str(tmp_path / "whole")])
     words = [*train, str(tmp_path / "killed"), "--checkpoint-every", "2", "--restarts", "1"]
-    process = subprocess.Popen(command(words), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "killed" / "checkpoints" / name_checkpoint(2), process)
+    process = start_and_wait_for(tmp_path / "killed" / "checkpoints" / name_checkpoint(2), words)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     assert process.wait(120) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ def build_train_json(summary: TrainingSummary, index: SampleIndex | None) -> dic
         "skipped_samples": summary.skipped_samples,
         "skipped_steps": summary.skipped_steps,
         "skipped": list(summary.skipped),
+        "stopped_by": summary.stopped_by or None,
+        "checkpoint": summary.checkpoint or None,
         **({} if index is None else {"data": build_data_json(index)}),
         **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
     }
@@ -83,6 +86,11 @@ def format_train_summary(
         lines += wrap_closing_line("note", UNCALIBRATED.format(job=argument))
     if summary.device == "cuda":
         lines += wrap_closing_line("note", NOT_RUN_ON_GPUS)
+    if summary.stopped_by:
+        name = signal.Signals(summary.stopped_by).name
+        lines += wrap_closing_line("note", f"{name} has stopped the run; --resume goes on with it")
+    if summary.checkpoint:
+        lines += wrap_closing_line("saved", f"{summary.checkpoint}, a checkpoint")
     if save is not None:
         lines += wrap_closing_line("saved", f"{save}, weights and configuration")
     return [*lines, *wrap_closing_line("wrote", f"{run_dir}/metrics.jsonl and plan.json")]

@@ -137,9 +137,9 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, step, facts)
 
     def wait(self) -> bool:
-        """Waits until nothing is written; tells if the last checkpoint is complete."""
+        """Waits until nothing is written; tells if what was written is complete."""
         if self._writing is None:
-            return self.last_saved is not None
+            return True
         problem, self._writing = self._writing.result(), None
         if not problem:
             self.last_saved = self._folder / name_checkpoint(self._step)

@@ -147,7 +147,7 @@ class TrainingSummary:
     waiting_steps: int = 0  # that waited for data, for more than WAITING_SHARE of their time
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
     stopped_by: int = 0  # the signal that ended the run before its last step
-    next_step: int = 0  # the number of the step that a resumed run begins with
+    checkpoint: str = ""  # the last that is complete
 
     def save(self, path: Path) -> None:
         """Writes the summary for the process that started this one."""

@@ -68,9 +68,15 @@ class RunCheckpoints:
             self._writer = CheckpointWriter(self._folder, state, self._rank.config.checkpoint, self._group)
         self._writer.save(step, self._facts)
 
-    def wait(self) -> bool:
-        """Waits until nothing is written; tells if the last checkpoint is complete."""
-        return self._writer is not None and self._writer.wait()
+    def wait(self) -> None:
+        """Waits until nothing is written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    @property
+    def last_saved(self) -> str:
+        """The last checkpoint that this run has completed, if any."""
+        return "" if self._writer is None else str(self._writer.last_saved or "")
 
     @property
     def _facts(self) -> dict[str, Any]:

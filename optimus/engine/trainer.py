@@ -229,7 +229,7 @@ class _TrainingLoop:
             skipped_steps=sum(metrics.skipped_steps for metrics in steps),
             skipped=self._name_skipped_samples(),
             stopped_by=self._stopped_by,
-            next_step=self._first_step + len(steps),
+            checkpoint="" if self._checkpoints is None else self._checkpoints.last_saved,
         )
 
     def _run_steps(self, signals: StopRequest) -> Iterator[StepMetrics]:
