@@ -27,7 +27,7 @@ from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError, show_value
 
 SAVE_TIMEOUT_S = 3600.0  # of one message between the threads that write
-FIXED = ("run.seed", "run.dtype")  # settings that a run keeps: with another, steps would have other data
+FIXED = ("run.seed", "run.data_seed", "run.eval.batches", "run.dtype", "data (its index)")  # decide the steps
 
 
 class RunCheckpoints:
@@ -86,7 +86,7 @@ class RunCheckpoints:
             "torch": str(torch_version),
             "plan": self._plan_hash,
             "ranks": plan.ranks.world,
-            "settings": {name: value for name, value in settings.items() if name.startswith("run.")},
+            "settings": {name: value for name, value in settings.items() if not name.startswith("--")},
             "model": plan.bound_to.get("model", {}),
             "workload": plan.bound_to.get("workload", {}),
         }

@@ -347,7 +347,7 @@ class _TrainingLoop:
 
         total, labels = evaluate(self.rank, share_plan, lambda: self._recorded(SAMPLES))
         with self._recorded(LOSS):
-            (loss, _), _ = reduce_metrics(total, 0.0, 0.0, self.rank.device)
+            (loss, _), _ = reduce_metrics(total, 0.0, 0.0, 0, self.rank.device)
         return loss / max(1, labels)
 
     def _start_batch_plan(self, step: int) -> None:
