@@ -10,7 +10,7 @@ import tyro
 
 from benchmarks.report import to_json, to_text
 from optimus.cli import run_and_report_errors
-from optimus.cli.console import announce_compilation, print_result, progress_bar
+from optimus.cli.console import announce_compilation, exceptions_from_signals, print_result, progress_bar
 from optimus.cli.flags import NO, OK, JsonFlag, import_trainer
 from optimus.errors import UserError
 
@@ -96,7 +96,7 @@ class Bench:
         self._refuse_options_of_other_kinds()
         name = "paced_tail" if self.long_tail else "paced_tp" if self.tp else self.kind
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
-        with progress_bar("measuring") as progress, announce_compilation():
+        with exceptions_from_signals(), progress_bar("measuring") as progress, announce_compilation():
             stated = {option: value for option, value in options.items() if value is not None}
             result = bench(progress=progress, **stated)
         print_result(to_json(result), to_text(result), as_json=self.json)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from optimus.engine.launcher import end_with_parent
 from optimus.environment import keep_freed_memory, keep_gloo_on_loopback
 
 Progress = Callable[[str, int, int], None]  # name of the phase, done, total
@@ -52,7 +53,7 @@ def run_processes(
         try:
             for rank in range(world):
                 receiver, sender = context.Pipe(duplex=False)
-                rank_args = (sender, rank_main, rank, world, store, args)
+                rank_args = (os.getpid(), sender, rank_main, rank, world, store, args)
                 process = context.Process(target=_run, args=rank_args, daemon=True)  # type: ignore[attr-defined]
                 process.start()
                 sender.close()
@@ -106,6 +107,7 @@ def _drain(receivers: list[Connection], on_report: Report) -> None:
 
 
 def _run(
+    parent: int,
     sender: Connection,
     rank_main: Callable[..., Any],
     rank: int,
@@ -113,6 +115,7 @@ def _run(
     store: str,
     args: tuple[Any, ...],
 ) -> None:
+    end_with_parent(parent)
     try:
         result = rank_main(rank, world, store, lambda message: sender.send((_REPORT, message)), *args)
     except BaseException:

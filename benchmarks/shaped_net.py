@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +18,8 @@ CLONE_NEWNET = 0x40000000
 BURST_BYTES = 32 * 1024  # that pass without delay: two frames
 FRAME_BYTES, BUFFER_BYTES = 16 * 1024, 4 * 1024 * 1024
 LATENCY_MS = 50  # the longest that a frame may queue
+PREFIX = "opt"  # of bridges, links and namespaces; the process that made them follows
+NAMESPACES = Path("/var/run/netns")
 INTERFACE = "eth0"  # of a rank, inside its namespace
 RIGHTS = "run it as root; in a container with NET_ADMIN, SYS_ADMIN and SYS_NICE and a writable /proc/sys"
 
@@ -25,7 +28,8 @@ RIGHTS = "run it as root; in a container with NET_ADMIN, SYS_ADMIN and SYS_NICE 
 def shaped_links(ranks: int, *, mbit_per_s: float) -> Iterator[list[str]]:
     """Makes one namespace per rank, each sending at `mbit_per_s`, and removes them at the end."""
     _refuse_without_rights()
-    prefix = f"opt{os.getpid() % 100_000}"
+    _sweep()
+    prefix = f"{PREFIX}{os.getpid()}"
     names = [f"{prefix}n{rank}" for rank in range(ranks)]
     try:
         _ip("link", "add", prefix, "type", "bridge")
@@ -48,18 +52,33 @@ def shaped_links(ranks: int, *, mbit_per_s: float) -> Iterator[list[str]]:
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *shape)
         yield names
     finally:
-        # Links by name: a deleted namespace removes its links, but some time later.
-        removals = [("link", "del", f"{prefix}v{rank}") for rank in range(ranks)]
-        removals += [("netns", "del", name) for name in names]
-        for words in (*removals, ("link", "del", prefix)):
-            with suppress(UserError):
-                _ip(*words)
+        _remove([f"{prefix}v{rank}" for rank in range(ranks)] + [prefix], names)
+
+
+def _sweep() -> None:
+    """Removes what a benchmark that was killed could not remove itself."""
+    owner = re.compile(rf"{PREFIX}(\d+)(?:[nv]\d+)?")
+    links = [path.name for path in Path("/sys/class/net").iterdir()]
+    names = [path.name for path in NAMESPACES.iterdir()] if NAMESPACES.is_dir() else []
+
+    def is_abandoned(name: str) -> bool:
+        found = owner.fullmatch(name)
+        return found is not None and not Path("/proc", found[1]).exists()
+
+    _remove(filter(is_abandoned, links), filter(is_abandoned, names))
+
+
+def _remove(links: Iterable[str], names: Iterable[str]) -> None:
+    """Removes links, then namespaces, which remove their links too, but some time later."""
+    for words in (*(("link", "del", link) for link in links), *(("netns", "del", name) for name in names)):
+        with suppress(UserError):
+            _ip(*words)
 
 
 def enter_namespace(name: str) -> None:
     """Moves this process, and all it starts from now on, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/var/run/netns", name).open() as file:
+    with (NAMESPACES / name).open() as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 

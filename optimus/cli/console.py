@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -62,6 +63,27 @@ def check_writable(field: str, path: Path, *endings: str) -> None:
             problem=f"cannot be written{reason}",
             hint="name a file in a folder that exists and is yours",
         )
+
+
+@contextmanager
+def exceptions_from_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise `SystemExit` as SIGINT raises `KeyboardInterrupt`.
+
+    What a command made outside its files is then removed as after any error; further signals do not
+    interrupt that.
+    """
+
+    def end(number: int, _: object) -> None:
+        for each in handlers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    handlers = {each: signal.signal(each, end) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 @contextmanager

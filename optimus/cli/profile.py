@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from optimus.cli.console import check_writable, print_result, progress_bar
+from optimus.cli.console import check_writable, exceptions_from_signals, print_result, progress_bar
 from optimus.cli.flags import OK, JobArgument, JsonFlag, OnFlag, describe_option, import_trainer
 from optimus.cli.text import align_columns, format_next_commands, wrap_closing_line, wrap_text
 
@@ -47,7 +47,7 @@ class ProfileCommand:
         segments, links, machine = (
             import_trainer(f"optimus.profiler.{name}") for name in ("segments", "links", "machine")
         )
-        with progress_bar("measuring") as progress:
+        with exceptions_from_signals(), progress_bar("measuring") as progress:
             measured = segments.profile_job(job, progress=progress)
             progress("links", 0, 1)
             profile = replace(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from optimus.cost.measured_profile import LinkMeasurement, MessageTime
+from optimus.engine.launcher import end_with_parent
 from optimus.environment import keep_gloo_on_loopback
 from optimus.errors import OptimusError
 
@@ -78,7 +79,7 @@ def _on_two_ranks(measure: Callable[[int], Any], timeout_s: float) -> Any:
     spawning = multiprocessing.get_context("spawn")
     answers = spawning.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="optimus-links-") as folder:
-        arguments = (str(Path(folder, "store")), measure, timeout_s, answers)
+        arguments = (os.getpid(), str(Path(folder, "store")), measure, timeout_s, answers)
         ranks = [
             spawning.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)
         ]
@@ -132,7 +133,10 @@ def _await(ranks: Sequence[Any], answers: Any, deadline_s: float) -> Any:
 # ---------------------------------------------------------------------------- in the processes
 
 
-def _rank(rank: int, store: str, measure: Callable[[int], Any], timeout_s: float, answers: Any) -> None:
+def _rank(
+    rank: int, parent: int, store: str, measure: Callable[[int], Any], timeout_s: float, answers: Any
+) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)
     _take_core(rank)
     keep_gloo_on_loopback()
