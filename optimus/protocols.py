@@ -9,11 +9,12 @@
 | `Batch`           | feed the executor from another data pipeline  | passed to `Executor.step`             |
 | `Recorder`        | observe which line of the program runs        | `recorder` of `Executor`              |
 | `Dataset`         | train on data other than synthetic samples    | `dataset` of `RankTrainer`            |
+| `MetricsWriter`   | send the metrics of a run to another tracker  | `optimus/integrations/`               |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -214,3 +215,17 @@ class Dataset(Protocol):
 
     def sample(self, number: int, items: ItemKeys | None = None) -> Sample:
         """Loads a sample; of items that are not in `items`, inputs may be left out."""
+
+
+class MetricsWriter(Protocol):
+    """A tracker of a run's metrics, on rank 0; `integrations.tensorboard` and `integrations.wandb` have one.
+
+    Their function `open_writer(run_dir, run_id, settings)` returns it. Whatever it raises is a warning, and
+    training goes on without it.
+    """
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of a step, without those that are not finite or not known."""
+
+    def close(self) -> None:
+        """Called after the last step."""

@@ -159,8 +159,8 @@ def reduce_on_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     loss = torch.tensor(2.5) if rank == 1 else None
     stopped_by = 15 if rank == 2 else 0
-    totals, largest = reduce_metrics(loss, float(rank), WAITED_S[rank], stopped_by, torch.device("cpu"))
-    assert totals == [2.5, 3.0] and largest == [3.0, 15.0]
+    sums, maxima = [float(rank), 1.0], [WAITED_S[rank], stopped_by]
+    assert reduce_metrics(loss, sums, maxima, torch.device("cpu")) == ([2.5, 3.0, 3.0], [3.0, 15.0])
     dist.destroy_process_group()
 
 

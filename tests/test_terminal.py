@@ -181,5 +181,5 @@ def test_piped_progress_is_a_line_every_few_seconds(
 def test_work_below_a_second_prints_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with console.progress_bar("planning") as progress, console.training_progress(3) as step:
         progress("layouts", 1, 2)
-        step(0, 1.0, 0.1, 100.0)
+        step({"step": 0, "loss": 1.0, "step_s": 0.1, "tokens_per_s": 100.0})
     assert capsys.readouterr() == ("", "")

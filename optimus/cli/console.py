@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from optimus.errors import UserError, show_line, show_value
 
 FIRST_LINE_S = 1.0  # work below a second prints no progress
 BETWEEN_LINES_S = 5.0
+MINUTE_S = 60.0
 
 Progress = Callable[[str, int, int], None]  # name of the work, parts done, parts in total
-StepReport = Callable[[int, float, float, float], None]  # step, loss, seconds, tokens per second
+StepReport = Callable[[Mapping[str, Any]], None]  # takes a line of the metrics file
 
 
 def print_lines(lines: Iterable[str], *, to_stderr: bool = False) -> None:
@@ -160,12 +161,18 @@ def announce(words: str) -> None:
 def training_progress(steps: int, *, saves: bool = False) -> Iterator[StepReport]:
     """Shows loss, step time and tokens per second: a bar, or lines every few seconds when piped."""
     if not sys.stderr.isatty():
-        timer = _LineTimer()
+        timer, first = _LineTimer(), list[tuple[int, float]]()
 
-        def say(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            if timer.is_due() or step + 1 == steps:
-                announce(f"step {step + 1} of {steps}, {_step_words(loss, step_s, tokens_per_s)}")
-            if saves and step + 1 == steps:
+        def say(metrics: Mapping[str, Any]) -> None:
+            done = metrics["step"] + 1
+            if not first:
+                first.append((done, timer.elapsed_s))
+            if timer.is_due() or done == steps:
+                begin, begin_s = first[0]
+                left_s = (timer.elapsed_s - begin_s) / max(1, done - begin) * (steps - done)
+                left = f", {_format_left(left_s)} left" if left_s >= MINUTE_S else ""
+                announce(f"step {done} of {steps}, {_step_words(metrics)}{left}")
+            if saves and done == steps:
                 announce("saving weights")
 
         yield say
@@ -178,19 +185,31 @@ def training_progress(steps: int, *, saves: bool = False) -> Iterator[StepReport
         TimeRemainingColumn(), console=Console(stderr=True), transient=True,
     )  # fmt: skip
     with bar:
-        task = bar.add_task("starting ranks", total=steps)
+        task, is_first = bar.add_task("starting ranks", total=steps), True
 
-        def update(step: int, loss: float, step_s: float, tokens_per_s: float) -> None:
-            is_saved = saves and step + 1 == steps
-            words = "saving weights" if is_saved else _step_words(loss, step_s, tokens_per_s)
-            bar.update(task, description=words, completed=step + 1)
+        def update(metrics: Mapping[str, Any]) -> None:
+            nonlocal is_first
+            done = metrics["step"] + 1
+            words = "saving weights" if saves and done == steps else _step_words(metrics)
+            if is_first:  # of a run that goes on: earlier steps took no time
+                bar.reset(task, completed=done, total=steps)
+            bar.update(task, description=words, completed=done)
+            is_first = False
 
         yield update
 
 
-def _step_words(loss: float | None, step_s: float, tokens_per_s: float) -> str:
+def _step_words(metrics: Mapping[str, Any]) -> str:
+    """Describes a step; a loss that is not finite is null in the metrics file."""
+    loss, mfu = metrics["loss"], metrics.get("mfu")
     value = "not finite" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
-    return f"loss {value}, {step_s:.3f} s, {tokens_per_s:,.0f} tokens/s"
+    used = "" if mfu is None else f", MFU {100 * mfu:.1f} %"
+    return f"loss {value}, {metrics['step_s']:.3f} s, {metrics['tokens_per_s']:,.0f} tokens/s{used}"
+
+
+def _format_left(seconds: float) -> str:
+    minutes = round(seconds / MINUTE_S)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.0f} h"
 
 
 @contextmanager
@@ -208,8 +227,7 @@ def follow_metrics(path: Path, steps: int, *, saves: bool) -> Iterator[None]:
                     for line in file:
                         if line.endswith("\n"):
                             offset += len(line.encode())
-                            step = json.loads(line)
-                            report(step["step"], step["loss"], step["step_s"], step["tokens_per_s"])
+                            report(json.loads(line))
             if is_last:
                 return
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +33,7 @@ from optimus.cli.flags import (
     describe_option,
     import_trainer,
     load_optional_profile,
+    split_names,
 )
 from optimus.cli.text import wrap_text
 from optimus.cli.train_inputs import add_folders, format_data, make_folder, open_data, refuse_other_lengths
@@ -121,6 +122,13 @@ class TrainCommand:
             metavar="N", help="start all ranks again, from the newest checkpoint, up to N times; default: 0"
         ),
     ] = 0
+    log: Annotated[
+        tuple[str, ...],
+        describe_option(
+            metavar="NAME ...",
+            help="trackers besides metrics.jsonl: tensorboard, wandb; default: those of the job's run.log",
+        ),
+    ] = ()
     memory: Annotated[
         bool,
         describe_option(help="count the bytes of all tensors in the last step and compare with the plan"),
@@ -251,7 +259,7 @@ class TrainCommand:
 
             def on_step(metrics: StepMetrics) -> None:
                 if report is not None:
-                    report(metrics.step, metrics.loss, metrics.step_s, metrics.tokens_per_s)
+                    report(asdict(metrics))
 
             summary = trainer.train_rank(job, plan, digest, training, on_step)
         if summary.rank == 0:
@@ -285,7 +293,7 @@ class TrainCommand:
         return job
 
     def _training(self, job: Job) -> TrainingConfig:
-        from optimus.engine.run_section import read_training_config
+        from optimus.engine.run_section import read_trackers, read_training_config
 
         training = read_training_config(
             job.run,
@@ -293,6 +301,7 @@ class TrainCommand:
             first_step=self.first_step,
             run_dir=self.run_dir,
             count_memory=self.memory,
+            log=read_trackers("--log", split_names(self.log)) if self.log else None,
             model=job.model,
             checkpoint_every=self.checkpoint_every,
             resume=self.resume,

@@ -25,7 +25,13 @@ def add_folders(
     training: TrainingConfig, job: Job, model: str | Path | None, save: str | Path | None
 ) -> TrainingConfig:
     """Adds data and folders to a configuration, and checks them before anything is planned."""
-    training = replace(training, data=None if job.data is None else job.data.absolute())
+    from optimus.cost.flops import step_flops
+
+    training = replace(
+        training,
+        data=None if job.data is None else job.data.absolute(),
+        step_flops=step_flops(job.model, job.workload),
+    )
     if model is None and job.model_dir is not None and any(job.model_dir.glob("*.safetensors")):
         model = job.model_dir
     if model is None:

@@ -15,6 +15,7 @@ from optimus.job.data_source import DataSource
 
 METRICS = "metrics.jsonl"
 PLAN = "plan.json"
+TRACKERS = ("tensorboard", "wandb")  # each a module of optimus/integrations
 WAITING_SHARE = 0.01
 ON_NAN = ("stop", "skip", "rewind")
 ON_SPIKE = ("ignore", "skip", "stop", "rewind")
@@ -54,6 +55,8 @@ class TrainingConfig:
     op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
     count_memory: bool = False  # in the last step: the bytes of all tensors, compared with the plan's
+    log: tuple[str, ...] = ()  # trackers besides the metrics file
+    step_flops: float | None = None  # of the model, for MFU
     model_dir: Path | None = None  # a model folder whose weights are trained; they are random otherwise
     data: DataSource | None = None  # samples are synthetic otherwise
     save_dir: Path | None = None  # a folder for the trained weights, under the names of `model_dir`
@@ -100,6 +103,10 @@ class StepMetrics:
     lr: float  # of modules without a rate of their own
     step_s: float
     tokens_per_s: float
+    tokens_per_s_per_gpu: float = 0.0
+    mfu: float | None = None  # of the GPUs' peak; None on CPUs
+    bubble_share: float | None = None  # of a step, in lines that wait for other ranks: mean; None on GPUs
+    peak_memory_gb: float = 0.0  # of the fullest rank: what torch allocated on a GPU, or the process on a CPU
     carried: int = 0  # samples that an earlier step had no room for
     data_wait_s: float = 0.0  # for samples to be loaded, of the rank that waited longest
     skipped_samples: int = 0  # whose files turned out broken: they trained nothing

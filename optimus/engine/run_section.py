@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from optimus.engine.checkpoint_folder import CheckpointConfig
-from optimus.engine.config import DTYPES, ON_NAN, ON_SPIKE, RunPolicy, TrainingConfig
+from optimus.engine.config import DTYPES, ON_NAN, ON_SPIKE, TRACKERS, RunPolicy, TrainingConfig
 from optimus.engine.optimizer_config import (
     DECAYED,
     PROJECTOR,
@@ -36,6 +37,7 @@ def read_training_config(
     count_memory: bool = False,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    log: tuple[str, ...] | None = None,
     model: Model | None = None,
 ) -> TrainingConfig:
     """Reads and checks a job's `run:` section; `steps` overrides it. `model` has the modules it may name."""
@@ -74,6 +76,7 @@ def read_training_config(
         count_memory=count_memory,
         checkpoint=_read_checkpoint(settings, checkpoint_every),
         resume=resume,
+        log=read_trackers("run.log", settings.get("log", ())) if log is None else log,
     )
 
 
@@ -101,6 +104,21 @@ def _read_evaluation(settings: Mapping[str, Any]) -> tuple[int, int]:
             hint=EVAL_HINT,
         )
     return every, batches
+
+
+def read_trackers(field: str, names: object) -> tuple[str, ...]:
+    """Checks the names of trackers, and that their packages are installed."""
+    if not isinstance(names, list | tuple):
+        raise UserError(field=field, value=names, problem="is not a list", hint=f"use [{TRACKERS[0]}]")
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(
+                field=field, value=name, problem="is no tracker", hint=nearest(str(name), TRACKERS)
+            )
+        if find_spec(name) is None:
+            hint = f"pip install 'optimus-mllm[{name}]', or leave it out of {field}"
+            raise UserError(field=name, problem="is not installed", hint=hint)
+    return tuple(dict.fromkeys(names))
 
 
 def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +19,6 @@ from optimus.engine.batch_plan import BatchPlan, BatchPlanBroadcast
 from optimus.engine.build_rank import RankModel
 from optimus.engine.compile import describe_line
 from optimus.engine.config import (
-    METRICS,
     WAITING_SHARE,
     MemoryUse,
     StepMetrics,
@@ -31,6 +27,7 @@ from optimus.engine.config import (
 )
 from optimus.engine.evaluation import evaluate
 from optimus.engine.memory_tracker import measure_step_memory
+from optimus.engine.metrics_log import MetricsLog, read_peak_memory_bytes
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
@@ -44,6 +41,7 @@ from optimus.errors import UserError
 from optimus.ir.op import Communicator
 from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
+from optimus.job.cluster import GB
 from optimus.job.job import Job
 from optimus.protocols import Dataset
 
@@ -123,15 +121,15 @@ def _has_gpus() -> bool:
 
 
 def reduce_metrics(
-    loss: Tensor | None, skipped: float, waited_s: float, stopped_by: int, device: torch.device
+    loss: Tensor | None, sums: Sequence[float], maxima: Sequence[float], device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Returns loss and skipped samples, summed over ranks, and what is largest on any rank.
+    """Returns loss and sums over ranks, and what is largest on any rank.
 
     That is the wait for data, since a step waits as long as its slowest rank does, and the signal that stops
     a rank, since all ranks stop after the same step.
     """
-    totals = torch.tensor([0.0, skipped], dtype=torch.float64, device=device)
-    largest = torch.tensor([waited_s, stopped_by], dtype=torch.float64, device=device)
+    totals = torch.tensor([0.0, *sums], dtype=torch.float64, device=device)
+    largest = torch.tensor(maxima, dtype=torch.float64, device=device)
     if loss is not None:
         totals[0] = loss
     dist.all_reduce(totals)
@@ -154,6 +152,16 @@ class _TrainingLoop:
     ) -> None:
         self.job, self.plan, self.config, self.member = job, plan, config, member
         device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
+        self._log: MetricsLog | None = None
+        if member.rank == 0 and config.run_dir is not None:  # others wait, for groups, without a watchdog
+            settings = {"job": job.name, **config.settings()}
+            self._log = MetricsLog(
+                config.run_dir,
+                config.log,
+                settings=settings,
+                restart=member.restart,
+                goes_on=config.first_step > 0 or config.resume,
+            )
         default = "bfloat16" if device.type == "cuda" else "float32"
         groups = make_process_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
         self.recorder = FlightRecorder()
@@ -171,7 +179,9 @@ class _TrainingLoop:
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
         self._policy = PolicyWatch(config.policy)
-        self._has_warned = False
+        if device.type == "cpu":  # a GPU's host waits for no line
+            actions = self.rank.executor.actions
+            self.recorder.waiting_lines = frozenset(action.line for action in actions if action.waits_for)
         self._memory: MemoryUse | None = None
         self._refusal: UserError | None = None  # of the policy for steps that cannot be trained
         self._stopped_by = 0  # the signal that ends the run, the same on all ranks
@@ -208,12 +218,16 @@ class _TrainingLoop:
                     steps.append(metrics)
                     usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
                     watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
-                    self._write(metrics)
+                    if self._log is not None:
+                        begins = metrics.step == self.config.first_step and not self._is_resumed
+                        self._log.write(metrics, begins=begins)
                     if on_step is not None and self._refusal is None:
                         on_step(metrics)
         except Exception as error:
             watchdog.fail(error)
         watchdog.stop()
+        if self._log is not None:
+            self._log.close()
         if self._refusal is not None:
             raise self._refusal
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
@@ -277,7 +291,7 @@ class _TrainingLoop:
         return max((memory for memory in memories if memory is not None), key=lambda use: use.counted_peak)
 
     def _step(self, step: int, signals: StopRequest) -> StepMetrics:
-        begin, waited_s = time.perf_counter(), self._data_wait_s
+        begin, waited_s, bubble_s = time.perf_counter(), self._data_wait_s, self.recorder.waited_s
         is_last = step + 1 == self.config.end_step
         batch_plan = self._batch_plan
         if batch_plan is None:
@@ -296,15 +310,16 @@ class _TrainingLoop:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
-        waited_s = self._data_wait_s - waited_s
+        sums = (self._count_skipped(batch_plan), self.recorder.waited_s - bubble_s)
+        maxima = [self._data_wait_s - waited_s, read_peak_memory_bytes(rank.device), signals.number]
         with self._recorded(LOSS):
-            totals, (waited_s, stopped_by) = reduce_metrics(
-                loss, self._count_skipped(batch_plan), waited_s, signals.number, rank.device
-            )
-        self._stopped_by = round(stopped_by)
+            totals, maxima = reduce_metrics(loss, sums, maxima, rank.device)
+        waited_s, peak_bytes, self._stopped_by = maxima[0], maxima[1], round(maxima[2])
         grad_norm, is_left_out = rank.optimizer.read_outcome()
         step_s = time.perf_counter() - begin
         tokens = self.job.workload.sequences_per_step * self.job.workload.sequence_tokens
+        world, gpu = self.member.world, self.job.cluster.gpu
+        on_gpu, flops = rank.device.type == "cuda", self.config.step_flops
         return StepMetrics(
             step=step,
             loss=totals[0],
@@ -312,6 +327,10 @@ class _TrainingLoop:
             lr=lr,
             step_s=step_s,
             tokens_per_s=tokens / step_s,
+            tokens_per_s_per_gpu=tokens / step_s / world,
+            mfu=flops / (step_s * world * gpu.peak_flops) if on_gpu and flops is not None else None,
+            bubble_share=None if on_gpu or self._memory is not None else totals[2] / (world * step_s),
+            peak_memory_gb=peak_bytes / GB,
             carried=batch_plan.carried,
             data_wait_s=waited_s,
             skipped_samples=round(totals[1]),
@@ -347,7 +366,7 @@ class _TrainingLoop:
 
         total, labels = evaluate(self.rank, share_plan, lambda: self._recorded(SAMPLES))
         with self._recorded(LOSS):
-            (loss, _), _ = reduce_metrics(total, 0.0, 0.0, 0, self.rank.device)
+            (loss,), _ = reduce_metrics(total, [], [0.0], self.rank.device)
         return loss / max(1, labels)
 
     def _start_batch_plan(self, step: int) -> None:
@@ -371,26 +390,3 @@ class _TrainingLoop:
             return ()
         pipeline = self.plan.ranks.group_of(LLM, Communicator.PP, rank)
         return tuple(other for other in pipeline if other != rank) if self._reads_data else pipeline[:1]
-
-    def _write(self, metrics: StepMetrics) -> None:
-        """Appends a line to the metrics file; a new run begins the file, a restart does not."""
-        if self.member.rank == 0 and self.config.run_dir is not None:
-            line: dict[str, Any] = {**asdict(metrics), "restart": self.member.restart, "time": time.time()}
-            begins = metrics.step == self.config.first_step and not self._is_resumed
-            known = {name: value if _is_json(value) else None for name, value in line.items()}
-            try:
-                with (self.config.run_dir / METRICS).open("w" if begins else "a") as file:
-                    file.write(json.dumps(known, allow_nan=False) + "\n")
-            except OSError as error:
-                self._warn_once(f"{self.config.run_dir / METRICS} cannot be written: {error.strerror}")
-
-    def _warn_once(self, problem: str) -> None:
-        """Says what is lost without ending the run."""
-        if not self._has_warned:
-            sys.stderr.write(f"warning: {problem}; training goes on without it\n")
-            self._has_warned = True
-
-
-def _is_json(value: object) -> bool:
-    """Tells if a figure is a number that JSON knows: not NaN, not infinite."""
-    return not isinstance(value, float) or math.isfinite(value)

@@ -50,6 +50,8 @@ class FlightRecorder:
         self._running = NO_OP
         self._since_s = NOW_S()
         self.count = 0  # ops begun
+        self.waiting_lines: frozenset[int] = frozenset()  # whose seconds are summed, in:
+        self.waited_s = 0.0
 
     def begin(self, line: int) -> None:
         """Records that the op at a line of the program begins; ops do not nest."""
@@ -63,7 +65,10 @@ class FlightRecorder:
         """Records that the op ends."""
         if line != self._running:
             raise RuntimeError(f"line {line} ends, but line {self._running} is the one that runs")
-        self._end_s[(self.count - 1) % self._size] = self._since_s = NOW_S()
+        now_s = NOW_S()
+        if line in self.waiting_lines:
+            self.waited_s += now_s - self._since_s
+        self._end_s[(self.count - 1) % self._size] = self._since_s = now_s
         self._running = NO_OP
 
     def current(self) -> tuple[int, int, float]:

@@ -1,1 +1,1 @@
-"""Adapts filled pipelines to other trainers, one module per trainer, each pinned to one release of it."""
+"""Adapts to other packages, one module each: trainers around filled pipelines, and trackers of metrics."""

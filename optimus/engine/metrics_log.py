@@ -1,0 +1,108 @@
+"""Writes the metrics of every step: lines of JSON always, and trackers that a run asks for by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.engine.config import METRICS, StepMetrics
+from optimus.ir.files import write_file_atomically
+from optimus.protocols import MetricsWriter
+
+RUN_ID = "run-id"  # a file of the run's folder, if it has trackers
+ADAPTERS = "optimus.integrations"  # a module for each tracker, with `open_writer`, loaded if asked for
+
+
+class MetricsLog:
+    """The metrics file of a run and its trackers, on rank 0. What fails warns once; training goes on."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        trackers: tuple[str, ...],
+        *,
+        settings: Mapping[str, object],
+        restart: int = 0,
+        goes_on: bool = False,
+    ) -> None:
+        self._file, self._restart = run_dir / METRICS, restart
+        self._warned: set[str] = set()
+        self._writers: dict[str, MetricsWriter] = {}
+        run_id = _name_run(run_dir, goes_on or restart > 0) if trackers else ""
+        for name in trackers:
+            try:
+                adapter = importlib.import_module(f"{ADAPTERS}.{name}")
+                self._writers[name] = adapter.open_writer(run_dir, run_id, settings)
+            except Exception as error:
+                self._warn(name, f"{name} cannot be started: {_describe(error)}")
+
+    def write(self, metrics: StepMetrics, *, begins: bool) -> None:
+        """Appends a step; if it `begins` a run, what the metrics file holds is of another."""
+        values = {name: value if _is_json(value) else None for name, value in asdict(metrics).items()}
+        line: dict[str, Any] = {**values, "restart": self._restart, "time": time.time()}
+        try:
+            with self._file.open("w" if begins else "a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            self._warn(METRICS, f"{self._file} cannot be written: {error.strerror}")
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        del numbers["step"]
+        for name, writer in tuple(self._writers.items()):
+            try:
+                writer.write(metrics.step, numbers)
+            except Exception as error:
+                self._drop(name, error)
+
+    def close(self) -> None:
+        """Writes what trackers still hold back."""
+        for name, writer in tuple(self._writers.items()):
+            try:
+                writer.close()
+            except Exception as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        del self._writers[name]
+        self._warn(name, f"{name} has failed: {_describe(error)}")
+
+    def _warn(self, name: str, problem: str) -> None:
+        """Says what is lost, once for each destination, without ending the run."""
+        if name not in self._warned:
+            sys.stderr.write(f"warning: {problem}; training goes on without it\n")
+            self._warned.add(name)
+
+
+def _name_run(run_dir: Path, goes_on: bool) -> str:
+    """Returns the name of this run for trackers: that of the folder's last one if it goes on."""
+    file = run_dir / RUN_ID
+    if not goes_on or not file.exists():
+        write_file_atomically(file, f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
+    return file.read_text()
+
+
+def read_peak_memory_bytes(device: torch.device) -> float:
+    """Returns the most that torch has allocated on a GPU, or that this process has held on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(resident if sys.platform == "darwin" else resident * 1024)
+
+
+def _describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _is_json(value: object) -> bool:
+    """Tells if a figure is a number that JSON knows: not NaN, not infinite."""
+    return not isinstance(value, float) or math.isfinite(value)
