@@ -139,6 +139,22 @@ def tuning(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: variables[name] for name in TUNING if name in variables}
 
 
+# What else a bug report names. Variables that are in no list, tokens above all, are never read for one.
+REPORTED = (
+    "COLUMNS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LANG", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
+    "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NUMBA_NUM_THREADS", "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS", "OPTIMUS_CACHE_DIR", "RANK", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
+    "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "WANDB_MODE",
+    "WORLD_SIZE",
+)  # fmt: skip
+
+
+def reported(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables that a bug report may name, and their values."""
+    names = sorted({*TUNING, *NCCL_VARIABLES, *REPORTED})
+    return {name: variables[name] for name in names if name in variables}
+
+
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

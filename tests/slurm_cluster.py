@@ -101,6 +101,12 @@ class SlurmCluster:
         daemon.kill()
         daemon.wait()
 
+    def ranks_of(self, name: str) -> list[int]:
+        """Returns the processes of ranks on a node."""
+        return [
+            pid for pid in self._tasks_of(name) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+        ]
+
     def _tasks_of(self, name: str) -> list[int]:
         """Returns the processes of jobs on a node, and the daemons of their steps."""
         marks = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -68,7 +69,7 @@ def play(
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_NODEID": "0",
-        "SLURM_RESTART_COUNT": str(restarts),
+        **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
     }
     script = folder / "script"
     script.write_text(job.text())
@@ -159,6 +160,14 @@ def test_before_the_time_limit_ranks_are_signalled_and_the_job_is_requeued(tmp_p
     assert calls[1:] == [["scancel", "--signal=TERM", "7"], ["scontrol", "requeue", "7"]]
 
 
+@pytest.mark.parametrize(("words", "restarts"), [((), 0), ((), 2), (("--resume",), 0), (("--resume",), 2)])
+def test_a_job_that_is_requeued_resumes(tmp_path: Path, words: tuple[str, ...], restarts: int) -> None:
+    job = slurm_job(tmp_path, command=["optimus", "train", "job.yaml", *words])
+    (agent,) = play(tmp_path, job, restarts=restarts)
+    resumes = ["--resume"] if words or restarts else []
+    assert agent[agent.index("train") :] == ["train", "job.yaml", *resumes]
+
+
 def test_the_environment_of_nccl_can_be_overridden(tmp_path: Path) -> None:
     play(tmp_path, slurm_job(tmp_path, setup=["export NCCL_DEBUG=INFO"]), python="env > found")
     found = dict(line.split("=", 1) for line in (tmp_path / "found").read_text().splitlines() if "=" in line)
@@ -188,7 +197,7 @@ def test_a_dry_run_prints_the_file_and_submits_nothing(
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "a run" / "launch.sbatch").read_text()
     assert "#SBATCH --time=1:00\n" in printed and "--gpus-per-node" not in printed
-    command = shlex.split(printed.partition("-m optimus ")[2].partition(" &\n")[0])
+    command = shlex.split(printed.partition("-m optimus ")[2].partition(" ${SLURM")[0])
     plan = tmp_path / "a run" / "plan.json"
     assert plan.read_bytes() == plan_file.read_bytes()
     started = tyro.cli(TrainCommand, args=command[1:])
@@ -259,10 +268,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, log: Path) -> No
         time.sleep(0.2)
 
 
-def trained_steps(folder: Path, since: float = 0.0) -> int:
+def metrics_in(folder: Path) -> list[dict[str, Any]]:
     path = folder / "optimus-run" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return sum(json.loads(line)["time"] > since for line in lines if line.endswith("}"))
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 @pytest.mark.heavy
@@ -274,22 +283,30 @@ def test_slurm_trains_on_two_nodes_and_requeues_a_job_that_lost_one(
     short = launch(cluster, tmp_path, *words, "--steps", "3")
     job, log = short["job_id"], Path(short["log"])
     wait_until(lambda: cluster.job_field(job, "JobState") == "COMPLETED", START_S, log)
-    assert trained_steps(tmp_path) == 3 and "loss " in log.read_text()
+    assert len(metrics_in(tmp_path)) == 3 and "loss " in log.read_text()
     assert cluster.job_field(job, "NumNodes") == "2"
     assert f"JobName={HOSTILE}\n" in cluster.run("scontrol", "show", "job", job)
     assert not list(tmp_path.rglob("pwned"))
 
-    submitted = launch(cluster, tmp_path, *words, "--steps", "100000")
+    submitted = launch(cluster, tmp_path, *words, "--steps", "100000", "--checkpoint-every", "2")
     job, log = submitted["job_id"], Path(submitted["log"])
     wait_until(lambda: cluster.job_field(job, "JobState") == "RUNNING", START_S, log)
-    begin = time.time()
-    wait_until(lambda: trained_steps(tmp_path, begin) > 2, START_S, log)
+    saved = tmp_path / "optimus-run" / "checkpoints" / "step-00000004"
+    wait_until(saved.exists, START_S, log)
+
+    os.kill(cluster.ranks_of(NODES[1])[0], signal.SIGKILL)  # torchrun starts all ranks again
+    wait_until(lambda: log.read_text().count("resumes from ") == 1, START_S, log)
+    wait_until(lambda: [line["restart"] for line in metrics_in(tmp_path)].count(1) > 2, START_S, log)
+
     cluster.kill_node(NODES[1])
     wait_until(lambda: cluster.job_field(job, "Restarts") == "1", START_S, log)
     cluster.start_node(NODES[1])
-    wait_until(lambda: cluster.job_field(job, "JobState") == "RUNNING", START_S, log)
-    begin = time.time()
-    wait_until(lambda: trained_steps(tmp_path, begin) > 2, START_S, log)
+    wait_until(lambda: log.read_text().count("resumes from ") == 2, START_S, log)
+    resumed = int(log.read_text().rpartition("step-")[2][:8])
+    assert resumed >= 4 and resumed % 2 == 0
+    wait_until(lambda: metrics_in(tmp_path)[-1]["step"] > resumed + 2, START_S, log)
+    steps = [line["step"] for line in metrics_in(tmp_path)]
+    assert sorted(set(steps)) == list(range(steps[-1] + 1)), "a step was lost"
 
     cluster.run("scancel", job)  # what trained and was cancelled does not come back
     wait_until(lambda: cluster.job_field(job, "JobState") == "CANCELLED", START_S, log)

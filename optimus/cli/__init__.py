@@ -18,6 +18,7 @@ from optimus.cli.console import print_lines, print_result
 from optimus.cli.data import DataCommand
 from optimus.cli.deal import DealCommand
 from optimus.cli.diff import DiffCommand
+from optimus.cli.doctor import DoctorCommand
 from optimus.cli.export import ExportCommand
 from optimus.cli.flags import INTERRUPTED, NO, OK, OUR_BUG, USER_ERROR
 from optimus.cli.init import InitCommand
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type[Any]] = {
     "data": DataCommand,
     "train": TrainCommand,
     "launch": LaunchCommand,
+    "doctor": DoctorCommand,
 }
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from optimus.job.job import Job
 
 SCHEMA = "optimus.launch/1"
+NO_CHECKPOINTS = "it saves no checkpoints (--checkpoint-every N), so that a job queued again begins at step 0"
 NOT_FORWARDED = ("job", "plan", "dry_run", "rank", "json")
 
 
@@ -80,6 +81,7 @@ class LaunchCommand(TrainCommand):
         bool, describe_option(help="write the plan and the batch file, print the file, submit nothing")
     ] = False
     rank: tyro.conf.Suppress[None] = None
+    restarts: tyro.conf.Suppress[int] = 0  # which torchrun does
 
     def __call__(self) -> int:
         if not self.slurm:
@@ -88,8 +90,12 @@ class LaunchCommand(TrainCommand):
                 problem="is missing, and no other scheduler is known",
                 hint="add --slurm; on this host use optimus train, on Kubernetes see docs/launch.md",
             )
+        from optimus.engine.checkpoint_folder import refuse_other_run
+
         job, profile = self._job(), load_optional_profile(self.profile)
-        self._training(job)
+        training = self._training(job)
+        if training.checkpoint.every and not training.resume:
+            refuse_other_run(self.run_dir)
         nodes, ranks_per_node = self._count_nodes(job)
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
@@ -97,7 +103,10 @@ class LaunchCommand(TrainCommand):
         text = slurm_job.text()
         self._write(plan, slurm_job, text)
         job_id = None if self.dry_run else _submit(slurm_job.script)
-        lines = text.splitlines() if job_id is None else _format_submitted(job, slurm_job, job_id)
+        lines = text.splitlines()
+        if job_id is not None:
+            lines = _format_submitted(job, slurm_job, job_id)
+            lines += [] if training.checkpoint.every else wrap_closing_line("note", NO_CHECKPOINTS)
         print_result(_build_json(slurm_job, job_id), lines, as_json=self.json)
         return OK
 
