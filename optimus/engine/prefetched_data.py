@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import select
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -155,6 +156,7 @@ def _serve(connection: Connection, dataset: Dataset) -> None:
 
     They are sent as bytes: tensors in shared memory would be lost with the worker.
     """
+    threading.Thread(target=_end_with_rank, args=(connection,), daemon=True).start()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -173,3 +175,11 @@ def _serve(connection: Connection, dataset: Dataset) -> None:
             connection.send_bytes(pickle.dumps(result))
     except (EOFError, OSError):
         return
+
+
+def _end_with_rank(connection: Connection) -> None:
+    """Ends this process when the rank closes its side of the connection or dies, also within a sample."""
+    hang_up = select.poll()
+    hang_up.register(connection.fileno(), 0)  # nothing but its end
+    hang_up.poll()
+    os._exit(0)
