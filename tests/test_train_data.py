@@ -87,8 +87,12 @@ def alone_loss(model: Any, sample: Sample) -> float:
 def test_losses_are_those_of_transformers_on_the_same_files_under_two_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second run goes on from the first one's weights and step, and a file is broken after indexing."""
+    """The second run goes on from the first one's weights and step, and a file is broken after indexing.
+
+    The first one evaluates the weights that it saves.
+    """
     job = write_job(tmp_path)
+    job.write_text(JOB.replace("seed: 3", "seed: 3, eval: {every: 2, batches: 1}"))
     source = load_data_source(job)
     assert source is not None
     index = open_data(source, progress=lambda *_: None).index
@@ -104,13 +108,17 @@ def test_losses_are_those_of_transformers_on_the_same_files_under_two_plans(
 
     data = open_data(source)
     dataset = ChatDataset.open(data.file, data.index, folder=data.folder, model_dir=source.model_dir)
-    packed = PackedDataset(dataset=dataset, sequences=index.sequences, length=256, seed=3)
+    packed = PackedDataset(dataset=dataset, sequences=index.sequences, length=256, seed=3, held_out=4)
     steps = [[packed.members(number) for number in range(4 * step, 4 * step + 4)] for step in range(3)]
     lines = [json.loads(line) for run in runs for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     for step, folder in ((0, tmp_path / "model"), (2, saved)):
         expected = their_loss(folder, dataset, steps[step])
         assert abs(lines[step]["loss"] - expected) < 1e-6 * expected, step
+
+    expected = their_loss(saved, dataset, [packed.members(-1 - at) for at in range(4)])
+    assert lines[1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert lines[0]["eval_loss"] is None
 
     broken = {n for n in range(len(dataset)) if dataset.sample(n).skipped}
     counts = [sum(number in broken for members in step for number in members) for step in steps]
