@@ -62,11 +62,12 @@ def test_a_run_evaluates_every_few_steps(tmp_path: Path) -> None:
     (tmp_path / "eval.yaml").write_text(text + "\nrun: {eval: {every: 2, batches: 2}}\n")
     lines = {}
     for name in ("plain", "eval"):
-        optimus.train(optimus.load_job(tmp_path / f"{name}.yaml"), steps=5, run_dir=tmp_path)
+        summary = optimus.train(optimus.load_job(tmp_path / f"{name}.yaml"), steps=5, run_dir=tmp_path)
         metrics = (tmp_path / "metrics.jsonl").read_text().splitlines()
         lines[name] = [json.loads(line) for line in metrics]
     assert [line["eval_loss"] is None for line in lines["eval"]] == [True, False, True, False, True]
     assert all(line["eval_loss"] is None for line in lines["plain"])
+    assert summary.eval_loss == lines["eval"][3]["eval_loss"]
     assert [line["loss"] for line in lines["eval"]] == [line["loss"] for line in lines["plain"]]
 
 

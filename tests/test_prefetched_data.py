@@ -18,8 +18,8 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from optimus.engine.batch_plan import SampleSizes
+from optimus.engine.metrics_log import reduce_metrics
 from optimus.engine.prefetched_data import PrefetchedDataset, Request
-from optimus.engine.trainer import reduce_metrics
 from optimus.errors import UserError
 from optimus.models.sample import ItemKeys, Sample, SampleItem
 

@@ -37,6 +37,7 @@ def build_train_json(summary: TrainingSummary, index: SampleIndex | None) -> dic
         "waiting_steps": summary.waiting_steps,
         "skipped_samples": summary.skipped_samples,
         "skipped_steps": summary.skipped_steps,
+        "eval_loss": summary.eval_loss,
         "skipped": list(summary.skipped),
         "stopped_by": summary.stopped_by or None,
         "checkpoint": summary.checkpoint or None,
@@ -71,7 +72,8 @@ def format_train_summary(
     compared = f"{ratio} times the predicted {claim:.3g} s"
     loss = "not finite" if summary.final_loss is None else f"{summary.final_loss:.4f}"
     left_out = f"; {summary.skipped_steps} left out" if summary.skipped_steps else ""
-    lines = wrap_text("loss", f"{loss} after {count}{left_out}")
+    held_out = "" if summary.eval_loss is None else f"; {summary.eval_loss:.4f} on held-out batches"
+    lines = wrap_text("loss", f"{loss} after {count}{left_out}{held_out}")
     lines += wrap_text("step", f"median {measured:.3g} s, {compared}; {tokens:,.0f} tokens/s")
     if job.data is not None:
         lines += wrap_text("waited", f"for data in {summary.waiting_steps} of {count}")

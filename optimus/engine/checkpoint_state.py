@@ -21,6 +21,7 @@ from optimus.models.collectives import ParamSplit, TpGroup
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STEP = "optimizer.step"  # steps that the optimizer has taken
+NORMS = "optimizer.recent_norms"  # of the last steps, which tell a spike
 HEAD = " (head)"  # suffix of a tied head's name, whose embedding is stored
 
 
@@ -75,7 +76,7 @@ def _allocate_host(values: Tensor) -> Tensor:
 def collect_rank_state(rank: RankTrainer, *, saving: bool) -> dict[str, TensorShards]:
     """Returns masters, moments and frozen parameters of a rank.
 
-    What several places of a rank hold alike (a tied embedding and head, the optimizer's count of steps) is
+    What several places hold alike (a tied embedding and head, the optimizer's norms and count of steps) is
     saved from one of them and loaded into all.
     """
     names = {id(parameter): name for name, parameter in rank.model.parameters.items()}
@@ -97,6 +98,7 @@ def collect_rank_state(rank: RankTrainer, *, saving: bool) -> dict[str, TensorSh
     optimizer = rank.optimizer
     assert optimizer is not None
     steps = [Box(offsets=(), values=optimizer.state_of(tensor)["step"]) for tensor in optimizer.tensors()]
+    state[NORMS] = describe_tensor(optimizer.recent_norms)
     if steps:
         state[STEP] = TensorShards(shape=(), boxes=tuple(steps[:1] if saving else steps))
     return state

@@ -151,6 +151,7 @@ class TrainingSummary:
     memory: MemoryUse | None = None  # of the rank that held most, if it was counted
     skipped_samples: int = 0  # whose files turned out broken
     skipped_steps: int = 0  # that the optimizer left out
+    eval_loss: float | None = None  # of the last evaluation
     waiting_steps: int = 0  # that waited for data, for more than WAITING_SHARE of their time
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
     stopped_by: int = 0  # the signal that ended the run before its last step

@@ -8,7 +8,6 @@ launch both, and no op computes with the result before it is waited for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -166,8 +165,8 @@ class DistributedOptimizer:
         self._spike_factor = spike_factor
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.left_out = torch.zeros((), device=device)  # 1 if the last step was
-        # Norms of the last steps that were not left out, equal on all ranks; NaN before there were as many.
-        self.recent_norms = torch.full((SPIKE_WINDOW,), math.nan, dtype=torch.float64, device=device)
+        # Norms of the last steps that were not left out, equal on all ranks; 0 before there were as many.
+        self.recent_norms = torch.zeros(SPIKE_WINDOW, dtype=torch.float64, device=device)
 
     def tensors(self) -> Iterator[OptimizerTensor]:
         """Yields what `adamw` has one state each for; a group without masters on this rank has none."""
@@ -198,7 +197,7 @@ class DistributedOptimizer:
         self.grad_norm = norm = self._total_norm(loss)
         self.left_out = (~norm.isfinite() | self._is_spike(norm)).float()
         moved = torch.cat([self.recent_norms[1:], norm.view(1)])
-        self.recent_norms = torch.where(self.left_out.bool(), self.recent_norms, moved)
+        self.recent_norms.copy_(torch.where(self.left_out.bool(), self.recent_norms, moved))
         if self.clip:
             scale = torch.clamp(self.clip / (self.grad_norm + CLIP_EPS), max=1.0)
             for bucket in self.buckets:
@@ -216,9 +215,9 @@ class DistributedOptimizer:
     def _is_spike(self, norm: Tensor) -> Tensor:
         if not self._spike_factor:
             return torch.zeros_like(norm, dtype=torch.bool)
-        known = self.recent_norms.isfinite().sum()
-        middle = ((known - 1) // 2).clamp(min=0).view(1)
-        median = self.recent_norms.sort().values.gather(0, middle)[0]  # NaN is last
+        known = (self.recent_norms > 0).sum()
+        middle = SPIKE_WINDOW - known + (known - 1) // 2  # zeros are first
+        median = self.recent_norms.sort().values.gather(0, middle.view(1))[0]
         return (known >= SPIKE_MIN_STEPS) & (norm > self._spike_factor * median)
 
     def _total_norm(self, loss: Tensor | None = None) -> Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from statistics import median
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
 
 from optimus import __version__
@@ -27,7 +25,12 @@ from optimus.engine.config import (
 )
 from optimus.engine.evaluation import evaluate
 from optimus.engine.memory_tracker import measure_step_memory
-from optimus.engine.metrics_log import MetricsLog, read_peak_memory_bytes
+from optimus.engine.metrics_log import (
+    MetricsLog,
+    find_last_finite,
+    read_peak_memory_bytes,
+    reduce_metrics,
+)
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
@@ -118,23 +121,6 @@ def _has_gpus() -> bool:
     """Returns whether this host has a GPU for each of its ranks."""
     place = launched()
     return place is not None and torch.cuda.device_count() >= place.local_world
-
-
-def reduce_metrics(
-    loss: Tensor | None, sums: Sequence[float], maxima: Sequence[float], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Returns loss and sums over ranks, and what is largest on any rank.
-
-    That is the wait for data, since a step waits as long as its slowest rank does, and the signal that stops
-    a rank, since all ranks stop after the same step.
-    """
-    totals = torch.tensor([0.0, *sums], dtype=torch.float64, device=device)
-    largest = torch.tensor(maxima, dtype=torch.float64, device=device)
-    if loss is not None:
-        totals[0] = loss
-    dist.all_reduce(totals)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return totals.tolist(), largest.tolist()
 
 
 class _TrainingLoop:
@@ -233,7 +219,7 @@ class _TrainingLoop:
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
             steps=len(steps),
-            final_loss=next((m.loss for m in reversed(steps) if math.isfinite(m.loss)), None),
+            final_loss=find_last_finite(m.loss for m in reversed(steps)),
             step_s_median=median(metrics.step_s for metrics in timed) if timed else None,
             rank=self.member.rank,
             device=self.rank.device.type,
@@ -241,6 +227,7 @@ class _TrainingLoop:
             waiting_steps=sum(m.data_wait_s > WAITING_SHARE * m.step_s for m in steps),
             skipped_samples=sum(metrics.skipped_samples for metrics in steps),
             skipped_steps=sum(metrics.skipped_steps for metrics in steps),
+            eval_loss=find_last_finite(m.eval_loss for m in reversed(steps)),
             skipped=self._name_skipped_samples(),
             stopped_by=self._stopped_by,
             checkpoint="" if self._checkpoints is None else self._checkpoints.last_saved,
