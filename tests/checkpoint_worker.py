@@ -23,7 +23,6 @@ from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state
 from optimus.engine.checkpoint_folder import CheckpointConfig
 from optimus.engine.checkpoint_state import collect_rank_state
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 BEFORE, AFTER = 3, 20  # steps
 CONFIG = CheckpointConfig(every=1, keep_last=1)
 
@@ -86,8 +85,8 @@ def save_and_go_on(case: Case, rank: int, *, folder: Path) -> dict[str, Any]:
     run = make_run(case, rank)
     for number in range(BEFORE):
         step(run, number)
-    writer = CheckpointWriter(folder, collect_rank_state(run.built, saving=True), CONFIG, dist.new_group())
-    writer.save(BEFORE, {})
+    writer = CheckpointWriter(folder, CONFIG, dist.new_group())
+    writer.save(BEFORE, {}, collect_rank_state(run.built, saving=True))
     after = [step(run, number) for number in range(BEFORE, BEFORE + AFTER)]
     assert writer.wait()
     return {"after": after, "all": everybody(0)}
@@ -99,8 +98,8 @@ def load_and_go_on(case: Case, rank: int, *, folder: Path, again: Path) -> dict[
     newest = find_newest(folder, None)
     assert newest is not None and newest[1].step == BEFORE
     load_state(newest[0], collect_rank_state(run.built, saving=False), None)
-    writer = CheckpointWriter(again, collect_rank_state(run.built, saving=True), CONFIG, dist.new_group())
-    writer.save(BEFORE, {})
+    writer = CheckpointWriter(again, CONFIG, dist.new_group())
+    writer.save(BEFORE, {}, collect_rank_state(run.built, saving=True))
     assert writer.wait()
     after = [step(run, number) for number in range(BEFORE, BEFORE + AFTER)]
     return {"after": after, "all": everybody(0)}
@@ -111,7 +110,9 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     (path,) = folder.glob("step-*")
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     state = {name: torch.full(t.size, float("nan"), dtype=t.properties.dtype) for name, t in metadata.items()}
-    dcp_load(state, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(state, checkpoint_id=path, no_dist=True)
     return state
 
 

@@ -104,8 +104,8 @@ def values(state: dict[str, TensorShards]) -> dict[str, Tensor]:
 
 def save(folder: Path, group: dist.ProcessGroup, *steps: int, config: CheckpointConfig = KEEP_ALL) -> None:
     for step in steps:
-        writer = CheckpointWriter(folder, make_state(step), config, group)
-        writer.save(step, {"seed": step})
+        writer = CheckpointWriter(folder, config, group)
+        writer.save(step, {"seed": step}, make_state(step))
         assert writer.wait()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
+from checkpoint_worker import read_whole
 from filled_model_worker import WAYS
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -128,6 +129,49 @@ def test_images_dealt_over_replicas_change_nothing(case: str, tmp_path: Path) ->
 def test_ranks_of_a_replica_with_different_batches_are_refused(folder: Path) -> None:
     told = launch(2, folder, "different")
     assert told == [["batches differ between the ranks of replica 0"] * 2] * 2  # another token, other pixels
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def launch_checkpoints(folder: Path, way: str, saved: Path, again: Path) -> list[list[float]]:
+    here = Path(__file__).parent
+    worker = [str(here / "filled_checkpoint_worker.py"), str(folder), way, str(saved), str(again)]
+    ranks = str(WAYS[way]["ranks"])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *worker],
+        cwd=here,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param("two stages", "sharded", marks=pytest.mark.ci("hf")),
+        pytest.param("sharded", "no pipeline", marks=pytest.mark.heavy),
+        pytest.param("chunks", "dealt in pairs, sharded", marks=pytest.mark.heavy),
+        pytest.param("dealt over four", "two stages", marks=pytest.mark.heavy),
+        pytest.param("sharded", "sharded", marks=pytest.mark.heavy),
+    ],
+)
+def test_checkpoints_load_under_another_layout(folder: Path, tmp_path: Path, first: str, second: str) -> None:
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    expected = launch_checkpoints(folder, first, saved, again)
+    printed = launch_checkpoints(folder, second, saved, again)
+    difference = largest_difference(printed, expected)
+    one, other = read_whole(saved), read_whole(again)
+    different = [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+    sys.stdout.write(f"{first} to {second}: {len(one)} tensors, steps differ by {difference:.1e}\n")
+    assert not different and difference <= (0.0 if first == second else CLOSE)
 
 
 # ---------------------------------------------------------------------------- refusals

@@ -118,21 +118,23 @@ class CheckpointWriter:
     no other user: threads and training communicate at the same time.
     """
 
-    def __init__(
-        self, folder: Path, state: State, config: CheckpointConfig, group: dist.ProcessGroup
-    ) -> None:
-        self._folder, self._state, self._config, self._group = folder, state, config, group
+    def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup) -> None:
+        self._folder, self._config, self._group = folder, config, group
         self._rank = dist.get_rank(group)
-        self._staged = stage(state)
+        self._staged: State = {}
         self._thread = ThreadPoolExecutor(1, "optimus checkpoint")
         self._writing: Future[str] | None = None
         self.last_saved: Path | None = None
         self._step = -1
 
-    def save(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Copies the state and begins to write it; returns when it may change."""
+    def save(self, step: int, facts: Mapping[str, Any], state: State) -> None:
+        """Copies a state and begins to write it; returns when it may change.
+
+        Boxes of a rank are the same each time, so that memory for the copy is allocated once.
+        """
         self.wait()
-        copy_state(self._staged, self._state)
+        self._staged = self._staged or stage(state)
+        copy_state(self._staged, state)
         self._step = step
         self._writing = self._thread.submit(self._write, step, facts)
 

@@ -22,7 +22,7 @@ from optimus.engine.checkpoint_folder import (
     damaged,
     lock_folder,
 )
-from optimus.engine.checkpoint_state import collect_rank_state
+from optimus.engine.checkpoint_state import State, collect_rank_state
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError, show_value
 
@@ -43,7 +43,8 @@ class RunCheckpoints:
             raise UserError(
                 field=str(self._folder), problem=problem, hint="end that run, or use another --run-dir"
             )
-        self._writer: CheckpointWriter | None = None
+        self._writer = CheckpointWriter(self._folder, rank.config.checkpoint, self._group)
+        self._state: State = {}
 
     def _take_folder(self) -> None:
         self._lock = lock_folder(self._folder)
@@ -63,20 +64,17 @@ class RunCheckpoints:
 
     def save(self, step: int) -> None:
         """Begins to save the state after `step` steps."""
-        if self._writer is None:
-            state = collect_rank_state(self._rank, saving=True)
-            self._writer = CheckpointWriter(self._folder, state, self._rank.config.checkpoint, self._group)
-        self._writer.save(step, self._facts)
+        self._state = self._state or collect_rank_state(self._rank, saving=True)
+        self._writer.save(step, self._facts, self._state)
 
     def wait(self) -> None:
         """Waits until nothing is written."""
-        if self._writer is not None:
-            self._writer.wait()
+        self._writer.wait()
 
     @property
     def last_saved(self) -> str:
         """The last checkpoint that this run has completed, if any."""
-        return "" if self._writer is None else str(self._writer.last_saved or "")
+        return str(self._writer.last_saved or "")
 
     @property
     def _facts(self) -> dict[str, Any]:

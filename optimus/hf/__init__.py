@@ -19,6 +19,7 @@
 Adapters are in `optimus.hf.lora`, which imports peft.
 """
 
+from optimus.hf.filled_checkpoints import FilledCheckpoints
 from optimus.hf.filled_model import FilledModel
 from optimus.hf.inputs import MicrobatchInputs, count_labels, pack_documents, step_arguments
 from optimus.hf.load import load_model
@@ -28,6 +29,7 @@ from optimus.hf.training import checkpoint_activations, freeze, train_only
 from optimus.hf.weights import load_weights, save_weights, save_weights_distributed
 
 __all__ = [
+    "FilledCheckpoints",
     "FilledModel",
     "MicrobatchInputs",
     "SplitModel",
