@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from policy_worker import LOSS_STEP, NAN_BATCH, SPIKE_STEP, STEPS
 from worker_lines import run_cases
 
 import optimus
-from optimus.cli.train import RanksFailed
+from optimus.cli.train import RanksFailed, _run_ranks
 from optimus.engine.config import RunPolicy, StepMetrics
 from optimus.engine.run_policy import PolicyWatch
 from optimus.engine.run_section import read_training_config
@@ -120,3 +121,33 @@ def test_a_run_skips_broken_steps_and_stops_at_too_many(
     with pytest.raises(RanksFailed):
         optimus.train(job, steps=9, run_dir=tmp_path)
     assert "steps in a row up to step 4 were left out" in capfd.readouterr().err
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(240)
+def test_a_run_goes_back_and_leaves_broken_batches_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of a run without the broken batches, also when it is resumed in between."""
+    text = (ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml").read_text()
+    policy = "\nrun: {on_nan: rewind, max_skipped: 3, checkpoint: {every: 1}}\n"
+    (tmp_path / "job.yaml").write_text(text + policy)
+    job = optimus.load_job(tmp_path / "job.yaml")
+    plan = optimus.plan(job).plan
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    config = read_training_config({}, steps=5, run_dir=whole)
+    code, _ = _run_ranks(job, plan, replace(config, left_out=(1, 3, 4)))
+    assert code == 0
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    optimus.train(job, plan, steps=3, run_dir=broken)
+    optimus.train(job, plan, steps=5, run_dir=broken, resume=True)
+    assert read_losses(broken) == read_losses(whole)
+    assert len(read_losses(whole)) == 5
+
+
+def read_losses(run_dir: Path) -> dict[int, float]:
+    """Returns the losses of steps; of one that was trained again, the last."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}

@@ -361,6 +361,9 @@ def train(
     model: Path | str | None = None,
     save: Path | str | None = None,
     first_step: int = 0,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    restarts: int = 0,
 ) -> TrainingSummary:
     """Trains a job, one process per rank on this host; returns rank 0's summary.
 
@@ -368,7 +371,9 @@ def train(
     plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and the last
     ops of failed ranks are written to `run_dir`. `model` is a model folder of transformers whose weights are
     trained, `save` the folder that they are written to. `first_step` is the number of the first step, of a
-    run that goes on where another has stopped.
+    run that goes on from another's weights. Checkpoints are saved in `run_dir` after every `checkpoint_every`
+    steps; `resume` goes on from the newest, under any plan, and `restarts` says how often the ranks are
+    started again when one fails.
     """
     from optimus.engine.run_section import read_training_config
     from optimus.job.own_layers import refuse_untrainable
@@ -379,8 +384,18 @@ def train(
     refuse_untrainable(job.model)
     folder = None if run_dir is None else make_folder("run_dir", Path(run_dir))
     config = read_training_config(
-        job.run, steps=steps, first_step=first_step, run_dir=folder, model=job.model
+        job.run,
+        steps=steps,
+        first_step=first_step,
+        run_dir=folder,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        model=job.model,
     )
+    if folder is None and (config.checkpoint.every or resume):
+        raise UserError(
+            field="run_dir", problem="is needed for checkpoints", hint='add run_dir="optimus-run"'
+        )
     training = add_folders(config, job, model, save)
     if job.data is not None:
         refuse_other_lengths(job, open_data(job.data, progress=_silent).index)
@@ -389,7 +404,7 @@ def train(
     if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.cost_model.profile, plan.plan
     require_valid_plan(plan, job, profile)
-    code, summary = _run_ranks(job, plan, training)
+    code, summary = _run_ranks(job, plan, training, restarts=restarts)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if summary is None:

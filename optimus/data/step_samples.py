@@ -29,14 +29,20 @@ class StepSamples:
         capacity: Loads,
         left_out: Sequence[int] = (),
     ) -> None:
-        self.per_step, self._left_out = per_step, sorted(set(left_out))
+        self.per_step = per_step
+        self.left_out: list[int] = []
+        self.leave_out(left_out)
         self._tokens, self._capacity = tokens, capacity
         self._window: tuple[int, list[list[int]]] = (-1, [])
+
+    def leave_out(self, batches: Sequence[int]) -> None:
+        """Leaves out more batches: later ones take the place of each."""
+        self.left_out = sorted({*self.left_out, *batches})
 
     def batch(self, step: int) -> int:
         """Returns the number of the batch that a step trains."""
         number = step
-        for left_out in self._left_out:
+        for left_out in self.left_out:
             number += left_out <= number
         return number
 

@@ -26,23 +26,6 @@ RUN_ID = "run-id"  # a file of the run's folder, if it has trackers
 ADAPTERS = "optimus.integrations"  # a module for each tracker, with `open_writer`, loaded if asked for
 
 
-def reduce_metrics(
-    loss: Tensor | None, sums: Sequence[float], maxima: Sequence[float], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Returns loss and sums over ranks, and what is largest on any rank.
-
-    That is the wait for data, since a step waits as long as its slowest rank does, and the signal that stops
-    a rank, since all ranks stop after the same step.
-    """
-    totals = torch.tensor([0.0, *sums], dtype=torch.float64, device=device)
-    largest = torch.tensor(maxima, dtype=torch.float64, device=device)
-    if loss is not None:
-        totals[0] = loss
-    dist.all_reduce(totals)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return totals.tolist(), largest.tolist()
-
-
 def find_last_finite(backwards: Iterable[float | None]) -> float | None:
     """Returns the first finite value of an order that begins with the last step."""
     return next((value for value in backwards if value is not None and math.isfinite(value)), None)
@@ -121,6 +104,23 @@ def read_peak_memory_bytes(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(resident if sys.platform == "darwin" else resident * 1024)
+
+
+def reduce_metrics(
+    loss: Tensor | None, sums: Sequence[float], maxima: Sequence[float], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Returns loss and sums over ranks, and what is largest on any rank.
+
+    That is the wait for data, since a step waits as long as its slowest rank does, and the signal that stops
+    a rank, since all ranks stop after the same step.
+    """
+    totals = torch.tensor([0.0, *sums], dtype=torch.float64, device=device)
+    largest = torch.tensor(maxima, dtype=torch.float64, device=device)
+    if loss is not None:
+        totals[0] = loss
+    dist.all_reduce(totals)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return totals.tolist(), largest.tolist()
 
 
 def _describe(error: Exception) -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import __version__ as torch_version
@@ -22,7 +23,7 @@ from optimus.engine.checkpoint_folder import (
     damaged,
     lock_folder,
 )
-from optimus.engine.checkpoint_state import State, collect_rank_state
+from optimus.engine.checkpoint_state import collect_rank_state
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError, show_value
 
@@ -44,7 +45,6 @@ class RunCheckpoints:
                 field=str(self._folder), problem=problem, hint="end that run, or use another --run-dir"
             )
         self._writer = CheckpointWriter(self._folder, rank.config.checkpoint, self._group)
-        self._state: State = {}
 
     def _take_folder(self) -> None:
         self._lock = lock_folder(self._folder)
@@ -57,15 +57,30 @@ class RunCheckpoints:
             return config.first_step
         path, manifest = newest
         self._check(manifest)
+        self._rank.step_samples.leave_out(manifest.facts["left_out"])
+        return self._go_on_from(path, manifest)
+
+    def rewind(self, step: int) -> int | None:
+        """Goes back to the newest checkpoint and leaves out the batch of a step.
+
+        Returns the number of the next step, or None if there is no checkpoint.
+        """
+        self.wait()
+        newest = find_newest(self._folder, self._group)
+        if newest is None:
+            return None
+        self._rank.step_samples.leave_out([self._rank.step_samples.batch(step)])
+        return self._go_on_from(*newest)
+
+    def _go_on_from(self, path: Path, manifest: Manifest) -> int:
         load_state(path, collect_rank_state(self._rank, saving=False), self._group)
         if dist.get_rank() == 0:
-            sys.stderr.write(f"resumes from {path}: step {manifest.step} is next\n")
+            sys.stderr.write(f"goes on from {path}: step {manifest.step} is next\n")
         return manifest.step
 
     def save(self, step: int) -> None:
         """Begins to save the state after `step` steps."""
-        self._state = self._state or collect_rank_state(self._rank, saving=True)
-        self._writer.save(step, self._facts, self._state)
+        self._writer.save(step, self._facts, collect_rank_state(self._rank, saving=True))
 
     def wait(self) -> None:
         """Waits until nothing is written."""
@@ -84,6 +99,7 @@ class RunCheckpoints:
             "torch": str(torch_version),
             "plan": self._plan_hash,
             "ranks": plan.ranks.world,
+            "left_out": self._rank.step_samples.left_out,
             "settings": {name: value for name, value in settings.items() if not name.startswith("--")},
             "model": plan.bound_to.get("model", {}),
             "workload": plan.bound_to.get("workload", {}),

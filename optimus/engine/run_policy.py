@@ -16,17 +16,18 @@ class PolicyWatch:
     """Follows the steps of a run and says when it ends."""
 
     def __init__(self, policy: RunPolicy) -> None:
-        self._policy, self._in_a_row = policy, 0
+        self._policy, self._in_a_row, self._last_skipped = policy, 0, 0
 
     def find_stop(self, metrics: StepMetrics) -> UserError | None:
         """Returns why the run ends with a step, the same on all ranks; None if it goes on."""
         if not metrics.skipped_steps:
-            self._in_a_row = 0
+            if metrics.step >= self._last_skipped:  # not one that is trained again after going back
+                self._in_a_row = 0
             return None
         self._in_a_row += 1
-        is_finite = math.isfinite(metrics.loss) and math.isfinite(metrics.gradient_norm)
-        if (self._policy.on_spike if is_finite else self._policy.on_nan) == "stop":
-            return self._describe_spike(metrics) if is_finite else _describe_not_finite(metrics)
+        self._last_skipped = metrics.step
+        if self._action(metrics) == "stop":
+            return self._describe_spike(metrics) if _is_finite(metrics) else _describe_not_finite(metrics)
         if self._in_a_row >= self._policy.max_skipped:
             return UserError(
                 field="run.max_skipped",
@@ -36,6 +37,13 @@ class PolicyWatch:
             )
         return None
 
+    def wants_rewind(self, metrics: StepMetrics) -> bool:
+        """Tells if the run goes back to its last checkpoint and leaves out the batch of a step."""
+        return bool(metrics.skipped_steps) and self._action(metrics) == "rewind"
+
+    def _action(self, metrics: StepMetrics) -> str:
+        return self._policy.on_spike if _is_finite(metrics) else self._policy.on_nan
+
     def _describe_spike(self, metrics: StepMetrics) -> UserError:
         return UserError(
             field=f"gradient_norm of step {metrics.step}",
@@ -43,6 +51,19 @@ class PolicyWatch:
             problem=f"exceeds its median {self._policy.spike_factor:g} times, so training has stopped",
             hint="lower run.optimizer.lr, raise run.spike_factor, or use on_spike: skip",
         )
+
+
+def no_way_back(step: int) -> UserError:
+    """Returns the error for a step that the run should go back from before it has saved a checkpoint."""
+    return UserError(
+        field=f"gradients of step {step}",
+        problem="are not finite or a spike, and there is no checkpoint to go back to",
+        hint="lower run.optimizer.lr, or save checkpoints more often",
+    )
+
+
+def _is_finite(metrics: StepMetrics) -> bool:
+    return math.isfinite(metrics.loss) and math.isfinite(metrics.gradient_norm)
 
 
 def _describe_not_finite(metrics: StepMetrics) -> UserError:

@@ -54,6 +54,7 @@ def read_training_config(
             problem="needs two steps: the optimizer allocates its state in the first",
             hint="use --steps 2",
         )
+    checkpoint = _read_checkpoint(settings, checkpoint_every)
     optimizer = _read_optimizer(
         _read_mapping("run.optimizer", settings, OPTIMIZER_HINT), planned_steps if "steps" in settings else 0
     )
@@ -66,7 +67,7 @@ def read_training_config(
         seed=_read_number("run.seed", settings, default.seed),
         data_seed=_read_number("run.data_seed", settings, 0) if "data_seed" in settings else None,
         optimizer=optimizer,
-        policy=_read_policy(settings),
+        policy=_read_policy(settings, checkpoint),
         eval_every=eval_every,
         eval_batches=eval_batches,
         dtype=None
@@ -74,7 +75,7 @@ def read_training_config(
         else _read_choice("run.dtype", settings, DTYPES, "is not a dtype to compute in"),
         run_dir=run_dir,
         count_memory=count_memory,
-        checkpoint=_read_checkpoint(settings, checkpoint_every),
+        checkpoint=checkpoint,
         resume=resume,
         log=read_trackers("run.log", settings.get("log", ())) if log is None else log,
     )
@@ -121,7 +122,7 @@ def read_trackers(field: str, names: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:
+def _read_policy(settings: Mapping[str, Any], checkpoint: CheckpointConfig) -> RunPolicy:
     default = RunPolicy()
     policy = RunPolicy(
         on_nan=_read_choice("run.on_nan", settings, ON_NAN, "is no policy"),
@@ -130,12 +131,12 @@ def _read_policy(settings: Mapping[str, Any]) -> RunPolicy:
         max_skipped=_read_number("run.max_skipped", settings, default.max_skipped),
     )
     for name in ("on_nan", "on_spike"):
-        if getattr(policy, name) == "rewind":
+        if getattr(policy, name) == "rewind" and not checkpoint.every:
             raise UserError(
                 field=f"run.{name}",
                 value="rewind",
-                problem="goes back to a checkpoint, which is not implemented yet",
-                hint=f"use {name}: skip",
+                problem="goes back to a checkpoint, and none is saved",
+                hint=f"add run.checkpoint.every, or use {name}: skip",
             )
     if policy.spike_factor <= 1:
         raise UserError(

@@ -36,7 +36,7 @@ from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
 from optimus.engine.run_checkpoints import RunCheckpoints, StopRequest, stop_on_signals
-from optimus.engine.run_policy import PolicyWatch
+from optimus.engine.run_policy import PolicyWatch, no_way_back
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
@@ -235,11 +235,16 @@ class _TrainingLoop:
 
     def _run_steps(self, signals: StopRequest) -> Iterator[StepMetrics]:
         """Trains step by step, and saves checkpoints when they are due or a signal ends the run."""
-        if self._first_step < self.config.end_step:
-            self._start_batch_plan(self._first_step)
-        for step in range(self._first_step, self.config.end_step):
+        step, end = self._first_step, self.config.end_step
+        if step < end:
+            self._start_batch_plan(step)
+        while step < end and not self._stopped_by:
             metrics = self._step(step, signals)
             self._refusal = self._policy.find_stop(metrics)
+            if self._refusal is None and self._policy.wants_rewind(metrics):
+                yield metrics
+                step = self._rewind(step)
+                continue
             if self._refusal is not None:
                 yield metrics
                 break
@@ -250,10 +255,20 @@ class _TrainingLoop:
                 assert self._checkpoints is not None
                 self._checkpoints.save(step + 1)
             yield replace(metrics, checkpoint_s=time.perf_counter() - begin)
-            if self._stopped_by:
-                break
+            step += 1
         if self._checkpoints is not None:
             self._checkpoints.wait()
+
+    def _rewind(self, step: int) -> int:
+        """Returns the step to go on with from the last checkpoint; the run ends if there is none."""
+        assert self._checkpoints is not None
+        earlier = self._checkpoints.rewind(step)
+        if earlier is None:
+            self._refusal = no_way_back(step)
+            return self.config.end_step
+        self._batch_plan = None
+        self._start_batch_plan(earlier)
+        return earlier
 
     def _is_checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every
