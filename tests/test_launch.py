@@ -73,7 +73,10 @@ def play(
     }
     script = folder / "script"
     script.write_text(job.text())
-    subprocess.run(["bash", str(script)], cwd=folder, env=variables, check=False, timeout=20)
+    with (folder / "stderr").open("w") as stderr:
+        subprocess.run(
+            ["bash", str(script)], cwd=folder, env=variables, stderr=stderr, check=False, timeout=20
+        )
     return [line.split("\0")[:-1] for line in (folder / "calls").read_text().splitlines()]
 
 
@@ -153,19 +156,11 @@ def test_a_job_that_trained_and_failed_is_requeued(
 
 def test_before_the_time_limit_ranks_are_signalled_and_the_job_is_requeued(tmp_path: Path) -> None:
     """The batch script is signalled, as by --signal=B:TERM; an agent that was stopped fails no other node."""
-    python = (
-        f"echo $$ > agent; {TRAINS}; kill -TERM $(ps -o ppid= -p $PPID); trap 'echo saved; exit 1' TERM; "
-    )
+    signals = "kill -TERM $(ps -o ppid= -p $PPID); trap 'echo saved; exit 1' TERM;"
+    python = f"echo $$ $PPID > agent; {TRAINS}; {signals}"
     calls = play(tmp_path, slurm_job(tmp_path), python=f"{python} while :; do sleep 0.05; done")
     assert calls[1:] == [["scancel", "--signal=TERM", "7"], ["scontrol", "requeue", "7"]]
-
-
-@pytest.mark.parametrize(("words", "restarts"), [((), 0), ((), 2), (("--resume",), 0), (("--resume",), 2)])
-def test_a_job_that_is_requeued_resumes(tmp_path: Path, words: tuple[str, ...], restarts: int) -> None:
-    job = slurm_job(tmp_path, command=["optimus", "train", "job.yaml", *words])
-    (agent,) = play(tmp_path, job, restarts=restarts)
-    resumes = ["--resume"] if words or restarts else []
-    assert agent[agent.index("train") :] == ["train", "job.yaml", *resumes]
+    assert "requeued after code 0\n" in (tmp_path / "stderr").read_text()
 
 
 def test_the_environment_of_nccl_can_be_overridden(tmp_path: Path) -> None:
@@ -197,7 +192,7 @@ def test_a_dry_run_prints_the_file_and_submits_nothing(
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "a run" / "launch.sbatch").read_text()
     assert "#SBATCH --time=1:00\n" in printed and "--gpus-per-node" not in printed
-    command = shlex.split(printed.partition("-m optimus ")[2].partition(" ${SLURM")[0])
+    command = shlex.split(printed.partition("-m optimus ")[2].partition(" &\n")[0])
     plan = tmp_path / "a run" / "plan.json"
     assert plan.read_bytes() == plan_file.read_bytes()
     started = tyro.cli(TrainCommand, args=command[1:])
@@ -205,6 +200,24 @@ def test_a_dry_run_prints_the_file_and_submits_nothing(
 
     assert run(words) == 2
     assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+def test_a_job_that_saves_checkpoints_resumes_whenever_it_starts_again(
+    tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first start must find none: those of another run are refused before it is submitted."""
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "--slurm", TINY, "--plan", str(plan_file), "--dry-run"]
+    assert run(words) == 0 and "--resume" not in capsys.readouterr().out
+    (tmp_path / "optimus-run" / "metrics.jsonl").write_text("{}")
+    assert run([*words, "--checkpoint-every", "5"]) == 0
+    assert capsys.readouterr().out.count(" --checkpoint-every 5 --resume &\n") == 1
+    assert not (tmp_path / "optimus-run" / "metrics.jsonl").exists()
+    (tmp_path / "optimus-run" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    assert run([*words, "--checkpoint-every", "5"]) == 2
+    assert "has checkpoints of an earlier run" in capsys.readouterr().err
+    assert run([*words, "--checkpoint-every", "5", "--resume"]) == 0
+    assert capsys.readouterr().out.count(" --checkpoint-every 5 --resume &\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -308,8 +321,17 @@ def test_slurm_trains_on_two_nodes_and_requeues_a_job_that_lost_one(
     steps = [line["step"] for line in metrics_in(tmp_path)]
     assert sorted(set(steps)) == list(range(steps[-1] + 1)), "a step was lost"
 
+    cluster.run("scancel", "--batch", "--signal=TERM", job)  # as before the time limit
+    wait_until(lambda: log.read_text().count("resumes from ") == 3, START_S, log)
+    resumed = int(log.read_text().rpartition("step-")[2][:8])
+    wait_until(lambda: metrics_in(tmp_path)[-1]["step"] > resumed, START_S, log)
+    steps = [line["step"] for line in metrics_in(tmp_path)]
+    assert steps[steps.index(resumed) - 1] == resumed - 1 and steps.count(resumed) == 1, (
+        "no step was repeated"
+    )
+
     cluster.run("scancel", job)  # what trained and was cancelled does not come back
     wait_until(lambda: cluster.job_field(job, "JobState") == "CANCELLED", START_S, log)
     time.sleep(5.0)
     assert cluster.job_field(job, "JobState") == "CANCELLED"
-    assert cluster.job_field(job, "Restarts") == "1"
+    assert cluster.job_field(job, "Restarts") == "2"

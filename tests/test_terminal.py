@@ -12,6 +12,7 @@ import pytest
 
 from optimus.cli import COMMANDS, console, run
 from optimus.cli.text import align_columns, format_next_commands, wrap_text
+from optimus.engine import launcher
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = str(Path(__file__).parents[1] / "examples" / "lengths.jsonl")
@@ -183,3 +184,15 @@ def test_work_below_a_second_prints_no_progress(capsys: pytest.CaptureFixture[st
         progress("layouts", 1, 2)
         step({"step": 0, "loss": 1.0, "step_s": 0.1, "tokens_per_s": 100.0})
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_message_of_a_rank_takes_the_line_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr("os.write", lambda file, data: written.append(data))
+    for is_terminal in (True, False):
+        monkeypatch.setattr("os.isatty", lambda file, answer=is_terminal: answer)
+        words = [sys.executable, "-c", "import sys; sys.stderr.write('a\\nb\\n')"]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE)
+        launcher._RankProcess(rank=3, process=process).forward_stderr()
+        process.wait()
+    assert written == [b"\r\x1b[2K[3] a\n", b"\r\x1b[2K[3] b\n", b"[3] a\n", b"[3] b\n"]

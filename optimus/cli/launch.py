@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "optimus.launch/1"
 NO_CHECKPOINTS = "it saves no checkpoints (--checkpoint-every N), so that a job queued again begins at step 0"
-NOT_FORWARDED = ("job", "plan", "dry_run", "rank", "json")
+NOT_FORWARDED = ("job", "plan", "resume", "dry_run", "rank", "json")
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,20 @@ class LaunchCommand(TrainCommand):
 
         job, profile = self._job(), load_optional_profile(self.profile)
         training = self._training(job)
-        if training.checkpoint.every and not training.resume:
+        saves = training.checkpoint.every > 0
+        if saves and not self.resume:
             refuse_other_run(self.run_dir)
         nodes, ranks_per_node = self._count_nodes(job)
         make_folder("--run-dir", self.run_dir)
         plan = self._plan(job, profile)
-        slurm_job = self._slurm_job(job, nodes, ranks_per_node)
+        slurm_job = self._slurm_job(job, nodes, ranks_per_node, resumes=saves or self.resume)
         text = slurm_job.text()
         self._write(plan, slurm_job, text)
         job_id = None if self.dry_run else _submit(slurm_job.script)
         lines = text.splitlines()
         if job_id is not None:
             lines = _format_submitted(job, slurm_job, job_id)
-            lines += [] if training.checkpoint.every else wrap_closing_line("note", NO_CHECKPOINTS)
+            lines += [] if saves else wrap_closing_line("note", NO_CHECKPOINTS)
         print_result(_build_json(slurm_job, job_id), lines, as_json=self.json)
         return OK
 
@@ -130,7 +131,8 @@ class LaunchCommand(TrainCommand):
             )
         return nodes, world // nodes
 
-    def _slurm_job(self, job: Job, nodes: int, ranks_per_node: int) -> SlurmJob:
+    def _slurm_job(self, job: Job, nodes: int, ranks_per_node: int, *, resumes: bool) -> SlurmJob:
+        """Describes the job. Whatever starts the ranks again, they go on; the first start finds nothing."""
         from optimus.engine.config import PLAN
 
         run_dir = self.run_dir.absolute()
@@ -143,7 +145,15 @@ class LaunchCommand(TrainCommand):
             run_dir=run_dir,
             work_dir=Path.cwd(),
             python=sys.executable,
-            command=["optimus", "train", self.job, "--plan", str(run_dir / PLAN), *self._train_options()],
+            command=[
+                "optimus",
+                "train",
+                self.job,
+                "--plan",
+                str(run_dir / PLAN),
+                *self._train_options(),
+                *(["--resume"] if resumes else []),
+            ],
             time=self.time,
             partition=self.partition,
             account=self.account,
@@ -168,10 +178,12 @@ class LaunchCommand(TrainCommand):
         return words
 
     def _write(self, plan: Plan, slurm_job: SlurmJob, text: str) -> None:
-        from optimus.engine.config import PLAN
+        from optimus.engine.config import METRICS, PLAN
         from optimus.ir.files import write_file_atomically
         from optimus.ir.planfile import save_plan
 
+        if not self.resume:
+            (slurm_job.run_dir / METRICS).unlink(missing_ok=True)
         save_plan(plan, slurm_job.run_dir / PLAN)
         write_file_atomically(slurm_job.script, text)
 

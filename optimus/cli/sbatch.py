@@ -16,7 +16,6 @@ SCRIPT, LOG = "launch.sbatch", "slurm-{job}.out"
 SIGNAL_S = 120  # before the time limit, for a checkpoint
 SHUTDOWN_S = 90  # between SIGTERM and SIGKILL of a rank; torchrun's default is 30
 FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous: the job's number chooses one
-RESUME = "--resume"  # of `optimus train`, after a requeue
 ATTEMPT = ".attempt"  # a file whose time is the start of the job, the first or after a requeue
 SBATCH_OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
 
@@ -45,8 +44,7 @@ wait_for() {{
 
 # The agent of a node. After SIGTERM it succeeds, or srun would end the other nodes within their checkpoint.
 agent() {{
-  "$@" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" {torchrun} \
-    -m {command} ${{SLURM_RESTART_COUNT:+{resume}}} &
+  "$@" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" {torchrun} -m {command} &
   wait_for $! :
   [ -n "$stopped" ] || return "$code"
 }}
@@ -122,7 +120,6 @@ class SlurmJob:
             torchrun=f"--nnodes {self.nodes} --nproc-per-node {self.ranks_per_node} "
             f"--max-restarts {self.max_restarts}",
             max_requeues=self.max_requeues,
-            resume="" if RESUME in self.command else RESUME,
             command=shlex.join(_one_line("optimus train", word) for word in self.command),
         )
 

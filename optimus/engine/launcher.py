@@ -38,6 +38,7 @@ LAST_LINES = 20  # of standard error, repeated for the rank that failed first
 SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # exit codes of ranks that stopped because of another
 STOP_S = 120.0  # for ranks that are asked to end, to save a checkpoint
 SETTLE_S = 1.0  # after such a rank has ended, for the one that failed itself
+CLEAR_LINE = b"\r\x1b[2K"  # of a terminal, where a progress bar may be
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -115,7 +116,7 @@ class _RankProcess:
                 line = show_line(written.decode(errors="replace").rstrip()).encode() + b"\n"
                 self.last_lines.append(line)
                 with suppress(OSError):  # a terminal that is gone does not stop the rank
-                    os.write(2, b"[%d] %s" % (self.rank, line))
+                    os.write(2, b"%s[%d] %s" % (CLEAR_LINE if os.isatty(2) else b"", self.rank, line))
 
     def signal(self, number: int) -> None:
         """Signals the rank and its children: each rank leads a process group of its own."""
