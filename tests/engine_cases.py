@@ -221,6 +221,7 @@ CASES = [
     Case(name="four stages", ranks=4, pp=4, encoders=((2, 1),)),
     Case(name="four stages, encoder on each", ranks=4, pp=4, encoders=((1, 1),), microbatches=8),
     Case(name="two by two", ranks=4, pp=2, encoders=((1, 2),), images="rare", sequences=2),
+    Case(name="four replicas, images stay", ranks=4, pp=1, images="rare", microbatches=1, dealing=1),
     Case(
         name="two by two interleaved",
         ranks=4,

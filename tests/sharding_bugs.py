@@ -149,7 +149,7 @@ def _() -> AbstractContextManager[Any]:
     return stack
 
 
-@bug("a replica without images does not reduce", "sharded: two by two")
+@bug("a replica without images does not reduce", "sharded: four replicas, images stay")
 def _() -> AbstractContextManager[Any]:
     def reduce(original: Any, self: ShardedBucket) -> None:
         if self.grad_buffer.any():

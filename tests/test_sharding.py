@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,16 +62,6 @@ def test_sharded_and_whole_runs_have_one_loss_log() -> None:
     assert len(line["sharded"]) == 50
     for ours, whole in zip(line["sharded"], line["whole"], strict=True):
         assert ours == pytest.approx(whole, rel=LOG)
-
-
-@pytest.mark.ci("engine")
-@pytest.mark.timeout(120)
-def test_masters_and_moments_are_saved_once_and_read_by_any_number_of_replicas(tmp_path: Path) -> None:
-    """By torch's distributed checkpoints, from four replicas to four, two and one that had others."""
-    (line,) = run_worker("views_worker.py", str(tmp_path), timeout_s=100)
-    assert len(line["all"]) == 4
-    for of_rank in line["all"]:
-        assert of_rank == [[True, True, True]] * 3
 
 
 def is_noticed(found: dict[str, Any]) -> bool:

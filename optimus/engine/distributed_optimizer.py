@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from optimus.engine.buckets import GroupOf, check_one_dtype, view_as_params
 from optimus.engine.optimizer_config import OptimizerConfig, ParamGroup
@@ -66,19 +64,6 @@ class ShardedBucket:
     @property
     def is_sharded(self) -> bool:
         return self.group is not None
-
-    def to_dtensor(self, shard: Tensor) -> Tensor:
-        """Returns masters, or a moment of the optimizer, of all replicas as one DTensor, for checkpoints.
-
-        It is flat and without padding, so that another number of replicas can read it, and shares the memory
-        of `shard`.
-        """
-        count = sum(parameter.numel() for parameter in self.parameters)
-        unpadded = shard.detach()[: max(0, count - self.shard_offset)]
-        if self.group is None:
-            return unpadded
-        mesh = DeviceMesh.from_group(self.group, shard.device.type)
-        return DTensor.from_local(unpadded, mesh, [Shard(0)], run_check=False, shape=(count,), stride=(1,))
 
     def local_grad(self, parameter: Tensor) -> Tensor:
         assert len(self.parameters) == 1 and self.parameters[0] is parameter
