@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -26,7 +27,6 @@ from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state
 from optimus.engine.checkpoint_folder import (
     MANIFEST,
     CheckpointConfig,
-    Manifest,
     list_checkpoints,
     list_expired,
     lock_folder,
@@ -274,9 +274,72 @@ def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path, group: dis
         find_newest(tmp_path, group)
 
 
-def test_a_manifest_knows_its_own_content() -> None:
-    manifest = Manifest(step=3, facts={"lr": 1e-4}, files={"a": (1, "0" * 64)})
-    assert json.loads(manifest.dumps())["step"] == 3
+# ---------------------------------------------------------------------------- disks
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    tmp_path: Path, group: dist.ProcessGroup, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk has room for the first checkpoint and ever more pages of the second, up to all of it."""
+    outcomes, disk, pages = list[bool](), tmp_path / "disk", 0
+    disk.mkdir()
+    save(tmp_path, group, 1)
+    first = tmp_path / name_checkpoint(1)
+    needed = sum(-(-len(content) // 4096) for content in contents(first).values())
+    while not outcomes or not outcomes[-1]:
+        assert pages < 3 * needed, "it never fits"
+        size = f"size={(needed + pages) * 4096 + 65536}"
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], check=False)
+        if mounted.returncode:
+            pytest.skip("this container mounts nothing")
+        try:
+            shutil.copytree(first, disk / first.name)
+            writer = CheckpointWriter(disk, KEEP_ALL, group)
+            (disk / "filler").write_bytes(bytes(65536 - 4096 * 4))
+            writer.save(2, {}, make_state(2))
+            outcomes.append(writer.wait())
+            assert contents(disk / first.name) == contents(first)
+            assert len(list_checkpoints(disk)) == 1 + outcomes[-1] and not list(disk.glob(".*.tmp"))
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        pages += 1
+    assert len(outcomes) > 5 and not any(outcomes[:-1])
+    assert capfd.readouterr().err.count("No space left on device") == len(outcomes) - 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("call", range(6))
+def test_a_failing_disk_leaves_the_previous_checkpoint(
+    tmp_path: Path,
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: int,
+    call: int,
+) -> None:
+    """One after the other, each sync of a file or directory fails; a sync after the rename is too late."""
+    save(tmp_path, group, 1)
+    before, sync, calls = contents(tmp_path / name_checkpoint(1)), os.fsync, iter(range(1000))
+
+    def fail(handle: int) -> None:
+        if next(calls) == call:
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    writer = CheckpointWriter(tmp_path, KEEP_ALL, group)
+    writer.save(2, {}, make_state(2))
+    is_complete = writer.wait()
+    assert contents(tmp_path / name_checkpoint(1)) == before
+    written = capfd.readouterr().err
+    if not is_complete:
+        assert "the checkpoint of step 2 is not saved" in written and os.strerror(number) in written
+    assert next(calls) > call, "fewer files are synced than this test believes"
 
 
 # ---------------------------------------------------------------------------- runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from optimus.cli.train import train
 from optimus.errors import UserError
+from optimus.hf.export_checkpoint import export_checkpoint
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 
@@ -38,7 +40,10 @@ def test_weights_pass_through_two_plans_and_are_trained(tmp_path: Path) -> None:
     )
     second = OwnCase(name="b", model="qwen3_vl_tied", folder=folder, ranks=2, pp=2, microbatches=5)
     train(first.job, plan_of(first), steps=0, model=folder, save=tmp_path / "a")
-    train(second.job, plan_of(second), steps=1, model=tmp_path / "a", save=tmp_path / "b")
+    checkpoints: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
+    train(second.job, plan_of(second), steps=1, model=tmp_path / "a", save=tmp_path / "b", **checkpoints)
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "a", tmp_path / "d")
+    assert files(tmp_path / "d") == files(tmp_path / "b")
     assert files(tmp_path / "a") == files(folder)
     train(second.job, plan_of(second), steps=0, model=tmp_path / "a", save=tmp_path / "c")
     assert files(tmp_path / "c") == files(folder)

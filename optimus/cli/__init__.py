@@ -14,6 +14,7 @@ import tyro
 from optimus import __version__
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
+from optimus.cli.checkpoint import CheckpointCommand
 from optimus.cli.console import print_lines, print_result
 from optimus.cli.data import DataCommand
 from optimus.cli.deal import DealCommand
@@ -52,6 +53,7 @@ COMMANDS: dict[str, type[Any]] = {
     "profile": ProfileCommand,
     "data": DataCommand,
     "train": TrainCommand,
+    "checkpoint": CheckpointCommand,
     "launch": LaunchCommand,
     "doctor": DoctorCommand,
 }

@@ -62,6 +62,7 @@ def format_train_summary(
 ) -> list[str]:
     """Returns steps, loss, measured and predicted step, memory, and the files written."""
     from optimus.cli.dry_run import format_memory
+    from optimus.engine.checkpoint_folder import CHECKPOINTS
 
     if summary.step_s_median is None:
         return ["0 steps"] if save is None else ["0 steps", *wrap_closing_line("saved", str(save))]
@@ -92,7 +93,8 @@ def format_train_summary(
         name = signal.Signals(summary.stopped_by).name
         lines += wrap_closing_line("note", f"{name} has stopped the run; --resume goes on with it")
     if summary.checkpoint:
-        lines += wrap_closing_line("saved", f"{summary.checkpoint}, a checkpoint")
+        saved = run_dir / CHECKPOINTS / Path(summary.checkpoint).name
+        lines += wrap_closing_line("saved", f"{saved}, a checkpoint")
     if save is not None:
         lines += wrap_closing_line("saved", f"{save}, weights and configuration")
     return [*lines, *wrap_closing_line("wrote", f"{run_dir}/metrics.jsonl and plan.json")]

@@ -102,6 +102,15 @@ def load_state(folder: Path, state: State, group: dist.ProcessGroup | None) -> N
         raise _first_failure(error, folder) from None
 
 
+def load_alone(folder: Path, state: State) -> None:
+    """Fills a state from a checkpoint in one process, without a process group."""
+    reader, planner = StateReader(folder), ShardedLoadPlanner(state, folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner({}, metadata)
+    reader.read_data(planner.create_local_plan(), planner)
+
+
 def _first_failure(error: CheckpointException, folder: Path) -> OptimusError:
     cause = error.failures[min(error.failures)][0]
     return cause if isinstance(cause, OptimusError) else damaged(folder, f"cannot be read: {cause}")

@@ -108,6 +108,8 @@ class RunCheckpoints:
     def _check(self, manifest: Manifest) -> None:
         """Raises if a checkpoint is one of another model, workload or seed; says what else has changed."""
         saved, now = manifest.facts, json.loads(json.dumps(self._facts))
+        if not now.keys() <= saved.keys():
+            raise damaged(self._folder, "has checkpoints that `optimus train` has not written")
         for part in ("model", "workload"):
             differing = _list_differing(saved[part], now[part])
             if differing:
