@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optimus.cli import run
-from optimus.cli.doctor import make_cleaner
+from optimus.cli.bug_report import make_cleaner
 from optimus.environment import NCCL_VARIABLES, REPORTED, TUNING, reported
 
 JOB = """\

@@ -53,9 +53,18 @@ def write_program(path: Path, text: str) -> None:
 
 
 def play(
-    folder: Path, job: SlurmJob, *, python: str = "exit 0", state: str = "RUNNING", restarts: int = 0
+    folder: Path,
+    job: SlurmJob,
+    *,
+    python: str = "exit 0",
+    state: str = "RUNNING",
+    restarts: int = 0,
+    code: int | None = None,
 ) -> list[list[str]]:
-    """Runs a batch file with stand-ins for Slurm and Python; returns the calls of both, in order."""
+    """Runs a batch file with stand-ins for Slurm and Python; returns the calls of both, in order.
+
+    The file must end with `code`, if one is given.
+    """
     (folder / "run").mkdir(exist_ok=True)
     programs = folder / "programs"
     programs.mkdir()
@@ -74,9 +83,9 @@ def play(
     script = folder / "script"
     script.write_text(job.text())
     with (folder / "stderr").open("w") as stderr:
-        subprocess.run(
-            ["bash", str(script)], cwd=folder, env=variables, stderr=stderr, check=False, timeout=20
-        )
+        words = ["bash", str(script)]
+        ended = subprocess.run(words, cwd=folder, env=variables, stderr=stderr, check=False, timeout=20)
+    assert code is None or ended.returncode == code
     return [line.split("\0")[:-1] for line in (folder / "calls").read_text().splitlines()]
 
 
@@ -154,13 +163,22 @@ def test_a_job_that_trained_and_failed_is_requeued(
     assert (["scontrol", "requeue", "7"] in calls) == is_requeued
 
 
-def test_before_the_time_limit_ranks_are_signalled_and_the_job_is_requeued(tmp_path: Path) -> None:
-    """The batch script is signalled, as by --signal=B:TERM; an agent that was stopped fails no other node."""
+@pytest.mark.parametrize("trains", [TRAINS, "sleep 0.02"])
+@pytest.mark.parametrize("restarts", [0, 10])
+def test_before_the_time_limit_ranks_are_signalled_and_the_job_is_requeued(
+    tmp_path: Path, trains: str, restarts: int
+) -> None:
+    """The batch script is signalled, as by --signal=B:TERM; an agent that was stopped fails no other node.
+
+    A job that may not be requeued any more has not succeeded.
+    """
     signals = "kill -TERM $(ps -o ppid= -p $PPID); trap 'echo saved; exit 1' TERM;"
-    python = f"echo $$ $PPID > agent; {TRAINS}; {signals}"
-    calls = play(tmp_path, slurm_job(tmp_path), python=f"{python} while :; do sleep 0.05; done")
-    assert calls[1:] == [["scancel", "--signal=TERM", "7"], ["scontrol", "requeue", "7"]]
-    assert "requeued after code 0\n" in (tmp_path / "stderr").read_text()
+    python = f"echo $$ $PPID > agent; {trains}; {signals} while :; do sleep 0.05; done"
+    _, *calls = play(tmp_path, slurm_job(tmp_path), python=python, restarts=restarts, code=143)
+    assert calls[0] == ["scancel", "--signal=TERM", "7"]
+    assert calls[1:] == ([] if restarts else [["scontrol", "requeue", "7"]])
+    stderr = (tmp_path / "stderr").read_text()
+    assert restarts or "requeued after SIGTERM and code 0\n" in stderr
 
 
 def test_the_environment_of_nccl_can_be_overridden(tmp_path: Path) -> None:

@@ -196,3 +196,11 @@ def test_a_message_of_a_rank_takes_the_line_of_a_progress_bar(monkeypatch: pytes
         launcher._RankProcess(rank=3, process=process).forward_stderr()
         process.wait()
     assert written == [b"\r\x1b[2K[3] a\n", b"\r\x1b[2K[3] b\n", b"[3] a\n", b"[3] b\n"]
+
+
+def test_the_command_line_starts_without_what_commands_load() -> None:
+    script = "import sys, optimus.cli; print({'numpy', 'numba', 'torch'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"

@@ -113,6 +113,9 @@ def test_three_ways_to_train_give_the_same_bits(tmp_path: Path, planned: Plannin
     first = metrics_in(tmp_path / "optimus-run")
     assert [line["step"] for line in first] == [0, 1, 2]
     assert all(line["step_s"] > 0 and line["tokens_per_s"] > 0 and line["loss"] > 0 for line in first)
+    for line in first:  # two ranks in a pipeline, on CPUs
+        assert line["tokens_per_s_per_gpu"] == pytest.approx(line["tokens_per_s"] / 2)
+        assert 0 < line["bubble_share"] < 1 and line["mfu"] is None and 0.05 < line["peak_memory_gb"] < 8
     assert (tmp_path / "optimus-run" / "plan.json").read_bytes() == planned.file.read_bytes()
     shown = alone.stderr.splitlines()
     assert all(line.startswith(("planning: ", "starting ranks", "step ")) for line in shown)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,13 +11,13 @@ import tyro
 
 from optimus.cli.console import print_result
 from optimus.cli.flags import OK, describe_option, load_optional_profile
-from optimus.cli.sbatch import SlurmJob
 from optimus.cli.text import wrap_closing_line, wrap_text
 from optimus.cli.train import TrainCommand
 from optimus.cli.train_inputs import make_folder
 from optimus.errors import UserError
 
 if TYPE_CHECKING:
+    from optimus.cli.sbatch import SlurmJob
     from optimus.ir.plan import Plan
     from optimus.job.job import Job
 
@@ -133,6 +132,7 @@ class LaunchCommand(TrainCommand):
 
     def _slurm_job(self, job: Job, nodes: int, ranks_per_node: int, *, resumes: bool) -> SlurmJob:
         """Describes the job. Whatever starts the ranks again, they go on; the first start finds nothing."""
+        from optimus.cli.sbatch import SlurmJob
         from optimus.engine.config import PLAN
 
         run_dir = self.run_dir.absolute()
@@ -190,6 +190,8 @@ class LaunchCommand(TrainCommand):
 
 def _submit(script: Path) -> str:
     """Submits a batch file and returns the number of the job."""
+    import subprocess
+
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False

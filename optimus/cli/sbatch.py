@@ -59,15 +59,16 @@ srun --kill-on-bad-exit=1 --label bash -c 'agent "$@"' agent \
 # Before the time limit Slurm signals this script, which signals the agents, and they the ranks.
 wait_for $! 'scancel --signal=TERM "$SLURM_JOB_ID"'
 
-# A job that somebody has cancelled is not running any more; one that never trained a step would fail again.
+# A job that somebody has cancelled is not running any more; one that failed before a step would again.
 trained() {{ [ "$run_dir/{metrics}" -nt "$run_dir/{attempt}" ]; }}
 running() {{ [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; }}
-if [ -n "$stopped" ] || [ "$code" -ne 0 ]; then
-  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] && trained && running; then
-    echo "requeued after code $code" >&2
+if [ -n "$stopped" ] || {{ [ "$code" -ne 0 ] && trained; }}; then
+  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] && running; then
+    echo "requeued after ${{stopped:+SIGTERM and }}code $code" >&2
     scontrol requeue "$SLURM_JOB_ID"
   fi
 fi
+[ -z "$stopped" ] || exit 143
 exit "$code"
 """
 
