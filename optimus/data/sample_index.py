@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +33,7 @@ from optimus.data.packing import pack_documents
 from optimus.errors import UserError, show_value
 from optimus.ir.files import write_file_atomically
 from optimus.ir.op import Ints
+from optimus.job.array_file import read_arrays
 from optimus.job.data_source import DataSource
 
 FORMAT = "optimus.index/1"
@@ -155,24 +155,23 @@ class SampleIndex:
     def load(cls, path: Path, key: IndexKey) -> SampleIndex | None:
         """Reads an index; None if there is none that serves this key."""
         try:
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                header = json.loads(arrays["header"].tobytes())
-                if header["format"] != FORMAT or not IndexKey(**header["key"]).serves(key):
-                    return None
-                prefix = "lengths."
-                columns = {name.removeprefix(prefix): arrays[name] for name in arrays if prefix in name}
-                return cls(
-                    key=key,
-                    numbers=arrays["numbers"],
-                    lengths=LengthsTable.of_columns(columns),
-                    sequences=Groups(arrays["members"], arrays["ends"]),
-                    skipped=Counter({SkipReason(name): count for name, count in header["skipped"].items()}),
-                    examples={
-                        SkipReason(name): [(int(line), str(detail)) for line, detail in named]
-                        for name, named in header["examples"].items()
-                    },
-                )
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+            header = json.loads(read_arrays(path, ["header"])["header"].tobytes())
+            if header["format"] != FORMAT or not IndexKey(**header["key"]).serves(key):
+                return None
+            arrays, prefix = read_arrays(path), "lengths."
+            columns = {name.removeprefix(prefix): arrays[name] for name in arrays if prefix in name}
+            return cls(
+                key=key,
+                numbers=arrays["numbers"],
+                lengths=LengthsTable.of_columns(columns),
+                sequences=Groups(arrays["members"], arrays["ends"]),
+                skipped=Counter({SkipReason(name): count for name, count in header["skipped"].items()}),
+                examples={
+                    SkipReason(name): [(int(line), str(detail)) for line, detail in named]
+                    for name, named in header["examples"].items()
+                },
+            )
+        except (AttributeError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
 

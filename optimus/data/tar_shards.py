@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import tarfile
 from collections.abc import Iterator
@@ -17,18 +18,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import yaml
 
 from optimus.data.chat_format import COLUMNS, PATH_KEYS
 from optimus.data.jsonl_file import MAX_LINE_BYTES, SkippedSample, SkipReason
 from optimus.data.media_bytes import FilePart
 from optimus.errors import UserError, one_of
 from optimus.ir.op import Ints
+from optimus.job.nodes import NO_FILE, DocumentNode
+from optimus.job.typed import read_typed
+from optimus.job.yaml_parser import load_yaml
 
 META, PART = ".nv-meta", "train"
 CRUDE = "CrudeWebdataset"  # energon's class of samples without a field map
 NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # key and ending, as in energon
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
+MAX_SHARDS = 1_000_000
 ENDINGS = {
     "image": ("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"),
     "audio": ("flac", "mp3", "ogg", "wav"),
@@ -114,7 +118,7 @@ def _list_shards(path: Path) -> tuple[tuple[str, ...], frozenset[str]]:
     meta = path / META
     if not meta.is_dir():
         return tuple(sorted(file.name for file in path.glob("*.tar"))), frozenset()
-    dataset = _read_meta(meta, "dataset") or {}
+    dataset = _read_meta(meta, "dataset").value
     typed = dataset.get("sample_type")
     kind = (typed if isinstance(typed, dict) else dataset).get("__class__", CRUDE)
     if kind != CRUDE:
@@ -125,36 +129,36 @@ def _list_shards(path: Path) -> tuple[tuple[str, ...], frozenset[str]]:
             hint=f"use {CRUDE}, with messages and answers in the JSON of each sample",
             file=str(meta / "dataset.yaml"),
         )
-    splits = _read_meta(meta, "split") or {}
-    parts = splits.get("split_parts") or {}
+    splits = _read_meta(meta, "split")
+    parts = splits["split_parts"]
     if PART not in parts:
-        hint = "run energon prepare" if not parts else f"name one of {one_of(parts)} {PART}"
+        hint = f"name one of {one_of(parts.entries())} {PART}" if parts.entries() else "run energon prepare"
         raise UserError(
             field=f"split_parts.{PART}", problem="is missing", hint=hint, file=str(meta / "split.yaml")
         )
-    excluded = frozenset(name for entry in splits.get("exclude") or () for name in _expand(str(entry)))
-    names = [name for entry in parts[PART] for name in _expand(str(entry)) if name not in excluded]
+    left_out = read_typed(tuple[str, ...] | None, splits["exclude"]) or ()
+    excluded = frozenset(name for entry in left_out for name in _expand(entry))
+    listed = read_typed(tuple[str, ...], parts[PART])
+    names = [name for entry in listed for name in _expand(entry) if name not in excluded]
     for name in names:
         if not (path / name).resolve().is_relative_to(path.resolve()) or not (path / name).is_file():
             raise UserError(field=name, problem="is no shard in the folder", hint="run energon prepare again")
     return tuple(names), excluded
 
 
-def _read_meta(meta: Path, stem: str) -> dict[str, Any] | None:
+def _read_meta(meta: Path, stem: str) -> DocumentNode:
     for name in (f"{stem}.yaml", f"{stem}.json"):
         if (meta / name).is_file():
-            try:
-                content = yaml.safe_load((meta / name).read_text("utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                problem = f"cannot be read: {str(error).splitlines()[0]}"
-                raise UserError(field=str(meta / name), problem=problem, hint="run energon prepare") from None
-            return content if isinstance(content, dict) else None
-    return None
+            return load_yaml(meta / name)
+    return NO_FILE
 
 
 def _expand(pattern: str) -> list[str]:
     """Returns the names of a pattern like shard_{000..011}.tar."""
     found = RANGE.search(pattern)
+    if math.prod(max(0, int(last) + 1 - int(first)) for first, last in RANGE.findall(pattern)) > MAX_SHARDS:
+        problem = f"names more than {MAX_SHARDS:,} shards"
+        raise UserError(field=pattern, problem=problem, hint="run energon prepare again")
     if found is None:
         return [pattern]
     first, last = found[1], found[2]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from pathlib import Path
 
-import numpy as np
+from optimus.job.array_file import read_arrays
 
 TAIL_BYTES = 4096  # of a file of weights: with its header, they tell weights of two trainings apart
 MISSING = "missing"
@@ -16,10 +15,9 @@ def digest_index(index: Path) -> str:
     """Hashes the index of a data set: the samples, the processor, and which samples can be used."""
     digest = hashlib.sha256()
     try:
-        with np.load(index, allow_pickle=False) as arrays:
-            for name in sorted(arrays.files):
-                digest.update(name.encode() + arrays[name].tobytes())
-    except (OSError, ValueError, zipfile.BadZipFile):
+        for name, values in sorted(read_arrays(index).items()):
+            digest.update(name.encode() + values.tobytes())
+    except ValueError:
         return MISSING
     return digest.hexdigest()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -26,8 +25,11 @@ from transformers.core_model_loading import (
 
 from optimus.errors import UserError, nearest
 from optimus.hf.safetensors_file import TensorFile, read_header
+from optimus.job.nodes import parse_json, read_text
+from optimus.job.typed import read_typed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_INDEX_BYTES = 32_000_000  # some 300,000 tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,9 @@ class Checkpoint:
         index = self.folder / INDEX
         self.has_index = index.exists()
         if self.has_index:
-            try:
-                self.weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    field="weight_map", problem="cannot be read", hint="copy the file again", file=str(index)
-                ) from None
+            text = read_text(index, limit=MAX_INDEX_BYTES)
+            root = parse_json(text, file=str(index), hint="copy the file again")
+            self.weight_map: dict[str, str] = read_typed(dict[str, str], root["weight_map"])
         elif (self.folder / SINGLE).exists():
             self.weight_map = dict.fromkeys(read_header(self.folder / SINGLE).tensors, SINGLE)
         else:
@@ -76,6 +75,9 @@ class Checkpoint:
                 hint="save the model as safetensors",
                 file=str(self.folder),
             )
+        if not self.weight_map:
+            hint = "copy the model again"
+            raise UserError(field="folder", problem="has no tensors", hint=hint, file=str(self.folder))
         for name in self.weight_map.values():
             if Path(name).name != name:
                 raise UserError(

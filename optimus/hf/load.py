@@ -32,7 +32,12 @@ def load_model(
         raise UserError(
             field="config.json", problem="is missing", hint="give a model folder", file=str(folder)
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of the class that the file names, or of code that it asks for
+        problem = f"cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        hint = "give a model of transformers itself; code in the folder is never run"
+        raise UserError(field="config.json", problem=problem, hint=hint, file=str(folder)) from None
     find_family(config)
     dtype = dtype or config.dtype or _first_dtype(checkpoint)
     with torch.device("meta"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from optimus.job.array_file import read_arrays
 from optimus.job.nodes import DocumentNode, is_dir, is_file
 from optimus.job.typed import Count, read_typed
 
@@ -51,12 +51,10 @@ class DataSource:
 
     def read_packed_tokens(self) -> int | None:
         """Returns the length to which the index packs samples, 0 if it does not; None without an index."""
-        import numpy as np
-
         try:
-            with np.load(self.index, allow_pickle=False) as arrays:
-                return int(json.loads(arrays["header"].tobytes())["key"]["sequence_tokens"] or 0)
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+            header = json.loads(read_arrays(self.index, ["header"])["header"].tobytes())
+            return int(header["key"]["sequence_tokens"] or 0)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     @property
