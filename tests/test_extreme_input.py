@@ -139,8 +139,17 @@ def test_a_latency_of_days_is_refused(tmp_path: Path) -> None:
         load_job(tmp_path / "job.yaml")
 
 
+@pytest.mark.parametrize("step_s", [5e-324, 1e-308])
+def test_times_that_overflow_when_divided_by_are_refused(step_s: float, tmp_path: Path) -> None:
+    job = copy.deepcopy(JOB)
+    job["today"]["measured"]["step_s"] = step_s
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    with pytest.raises(UserError, match=r"today\.measured\.step_s = .* is closer to 0 than 1e-100"):
+        load_job(tmp_path / "job.yaml")
+
+
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("claim_s", [0, -0.0, 1e-308])
+@pytest.mark.parametrize("claim_s", [0, -0.0, 1e-99])
 def test_claims_of_no_time_are_refused(claim_s: float, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(plan_text())
     document["claims"].update(step_s=claim_s, lagged_s=claim_s, estimate_s=claim_s)

@@ -16,6 +16,7 @@ from optimus.errors import nearest, one_of, show_value
 from optimus.job.nodes import DocumentNode
 
 MAX_NUMBER = 1_000_000_000_000  # upper end of ranges that state none
+MIN_NUMBER = 1e-100  # smaller ones, but for 0, are mistakes: divided by, they overflow
 MAX_FLOAT = sys.float_info.max
 MAX_PLAIN_DEPTH = 20
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -145,6 +146,8 @@ def _number_reader(kind: Any, number: type, allowed: NumberRange) -> Reader:
     def read_number(value: Any) -> Any:
         if type(value) not in types_allowed:
             raise _mismatch(kind, value)
+        if 0 < abs(value) < MIN_NUMBER:
+            raise _Mismatch(f"is closer to 0 than {MIN_NUMBER:g}", "use a larger number, or 0")
         if least <= value <= most and value != allowed.above:
             return number(value)
         if isinstance(value, float) and not isfinite(value):
