@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -305,6 +306,13 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def resumed_steps(log: Path) -> list[int]:
+    """Returns the steps that a run went on with, from a checkpoint of the same number."""
+    found = re.findall(r"/step-(\d{8}): step (\d+) is next", log.read_text())
+    assert all(int(saved) == int(step) for saved, step in found)
+    return [int(step) for _, step in found]
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(480)
 def test_slurm_trains_on_two_nodes_and_requeues_a_job_that_lost_one(
@@ -326,22 +334,22 @@ def test_slurm_trains_on_two_nodes_and_requeues_a_job_that_lost_one(
     wait_until(saved.exists, START_S, log)
 
     os.kill(cluster.ranks_of(NODES[1])[0], signal.SIGKILL)  # torchrun starts all ranks again
-    wait_until(lambda: log.read_text().count("resumes from ") == 1, START_S, log)
+    wait_until(lambda: len(resumed_steps(log)) == 1, START_S, log)
     wait_until(lambda: [line["restart"] for line in metrics_in(tmp_path)].count(1) > 2, START_S, log)
 
     cluster.kill_node(NODES[1])
     wait_until(lambda: cluster.job_field(job, "Restarts") == "1", START_S, log)
     cluster.start_node(NODES[1])
-    wait_until(lambda: log.read_text().count("resumes from ") == 2, START_S, log)
-    resumed = int(log.read_text().rpartition("step-")[2][:8])
+    wait_until(lambda: len(resumed_steps(log)) == 2, START_S, log)
+    resumed = resumed_steps(log)[-1]
     assert resumed >= 4 and resumed % 2 == 0
     wait_until(lambda: metrics_in(tmp_path)[-1]["step"] > resumed + 2, START_S, log)
     steps = [line["step"] for line in metrics_in(tmp_path)]
     assert sorted(set(steps)) == list(range(steps[-1] + 1)), "a step was lost"
 
     cluster.run("scancel", "--batch", "--signal=TERM", job)  # as before the time limit
-    wait_until(lambda: log.read_text().count("resumes from ") == 3, START_S, log)
-    resumed = int(log.read_text().rpartition("step-")[2][:8])
+    wait_until(lambda: len(resumed_steps(log)) == 3, START_S, log)
+    resumed = resumed_steps(log)[-1]
     wait_until(lambda: metrics_in(tmp_path)[-1]["step"] > resumed, START_S, log)
     steps = [line["step"] for line in metrics_in(tmp_path)]
     assert steps[steps.index(resumed) - 1] == resumed - 1 and steps.count(resumed) == 1, (
