@@ -19,7 +19,7 @@ from optimus.cli import console
 from optimus.cli.train_inputs import add_folders
 from optimus.engine import watchdog
 from optimus.engine.config import StepMetrics
-from optimus.engine.metrics_log import MetricsLog
+from optimus.engine.metrics_log import Goodput, MetricsLog
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
 
@@ -53,6 +53,19 @@ def write_run(folder: Path, *trackers: str) -> list[StepMetrics]:
     return steps
 
 
+def test_goodput_counts_steps_that_were_trained_again_once(tmp_path: Path) -> None:
+    """Ten steps of a second; three are lost with a crash that takes 20 s, and trained again."""
+    lines = [{"step": n, "step_s": 1.0, "time": 100.0 + n} for n in range(7)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 7,'
+    )
+    goodput = Goodput(tmp_path / "metrics.jsonl")
+    assert goodput.share == pytest.approx(1.0)
+    for step in range(4, 10):
+        goodput.add(step, 1.0, 106.0 + 20.0 + step - 3)
+    assert goodput.share == pytest.approx(10 / (7 + 20 + 6))
+
+
 # ---------------------------------------------------------------------------- trackers read back
 
 
@@ -63,8 +76,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path, recwarn: pytest.Warn
     (folder,) = (tmp_path / "tensorboard").iterdir()  # of both attempts
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == set(numbers(steps[0])) - {"bubble_share"}
-    for name in events.Tags()["scalars"]:
+    assert set(events.Tags()["scalars"]) == {*numbers(steps[0]), "goodput"} - {"bubble_share"}
+    for name in numbers(steps[0]).keys() - {"bubble_share"}:
         expected = [step for step in steps if name != "loss" or step.step != 1]
         assert [event.step for event in events.Scalars(name)] == [step.step for step in expected]
         for event, step in zip(events.Scalars(name), expected, strict=True):
@@ -95,6 +108,7 @@ def test_wandb_reads_what_was_written_offline(tmp_path: Path, monkeypatch: pytes
     expected = [step for number in range(5) for step in [metrics(number, mfu=0.5)]]
     assert len(set(ids)) == 1 and [row.pop("_step") for row in history] == list(range(5))
     for row, step in zip(history, expected, strict=True):
+        assert 0 < row.pop("goodput") <= 1
         values = {name: value for name, value in row.items() if not name.startswith("_")}
         wanted = numbers(step)
         if step.step == 1:

@@ -41,6 +41,7 @@ def build_train_json(summary: TrainingSummary, index: SampleIndex | None) -> dic
         "skipped": list(summary.skipped),
         "stopped_by": summary.stopped_by or None,
         "checkpoint": summary.checkpoint or None,
+        "goodput": summary.goodput,
         **({} if index is None else {"data": build_data_json(index)}),
         **({} if summary.memory is None else {"memory": build_memory_json(summary.memory)}),
     }

@@ -156,6 +156,7 @@ class TrainingSummary:
     skipped: tuple[str, ...] = ()  # the first of them: line, reason and file
     stopped_by: int = 0  # the signal that ended the run before its last step
     checkpoint: str = ""  # the last that is complete
+    goodput: float | None = None  # useful steps over wall clock, of all starts together
 
     def save(self, path: Path) -> None:
         """Writes the summary for the process that started this one."""

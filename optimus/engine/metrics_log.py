@@ -9,7 +9,9 @@ import resource
 import secrets
 import sys
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ class MetricsLog:
         goes_on: bool = False,
     ) -> None:
         self._file, self._restart = run_dir / METRICS, restart
+        self.goodput = Goodput(self._file if goes_on or restart > 0 else None)
         self._warned: set[str] = set()
         self._writers: dict[str, MetricsWriter] = {}
         run_id = _name_run(run_dir, goes_on or restart > 0) if trackers else ""
@@ -57,6 +60,8 @@ class MetricsLog:
     def write(self, metrics: StepMetrics, *, begins: bool) -> None:
         """Appends a step; if it `begins` a run, what the metrics file holds is of another."""
         values = {name: value if _is_json(value) else None for name, value in asdict(metrics).items()}
+        self.goodput.add(metrics.step, 0.0 if metrics.skipped_steps else metrics.step_s, time.time())
+        values["goodput"] = self.goodput.share
         line: dict[str, Any] = {**values, "restart": self._restart, "time": time.time()}
         try:
             with self._file.open("w" if begins else "a") as file:
@@ -88,6 +93,40 @@ class MetricsLog:
         if name not in self._warned:
             sys.stderr.write(f"warning: {problem}; training goes on without it\n")
             self._warned.add(name)
+
+
+class Goodput:
+    """The share of a run's wall clock that its useful steps took, restarts included.
+
+    A step that is trained again takes the place of the lost one and of all behind it. `file` has the metrics
+    of a run that goes on.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._first_step, self._useful_s, self._sum_s = 0, array("d"), 0.0
+        self._begin_s = self._now_s = time.time()
+        if file is not None and file.exists():
+            for line in file.read_text().splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # cut when the run was killed
+                    values = json.loads(line)
+                    if not self._useful_s:
+                        self._begin_s = values["time"] - values["step_s"]
+                    useful_s = 0.0 if values.get("skipped_steps") else values["step_s"]
+                    self.add(values["step"], useful_s, values["time"])
+
+    def add(self, step: int, useful_s: float, now_s: float) -> None:
+        """Adds a step that has ended now."""
+        if not self._useful_s:
+            self._first_step = step
+        kept = max(0, step - self._first_step)
+        self._sum_s += useful_s - sum(self._useful_s[kept:])
+        del self._useful_s[kept:]
+        self._useful_s.append(useful_s)
+        self._now_s = now_s
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._sum_s / max(self._now_s - self._begin_s, 1e-9))
 
 
 def _name_run(run_dir: Path, goes_on: bool) -> str:

@@ -37,6 +37,7 @@ from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
 from optimus.engine.run_checkpoints import RunCheckpoints, StopRequest, stop_on_signals
 from optimus.engine.run_policy import PolicyWatch, no_way_back
+from optimus.engine.stragglers import StragglerWatch
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
 from optimus.environment import launched
@@ -165,6 +166,7 @@ class _TrainingLoop:
         self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
         self._policy = PolicyWatch(config.policy)
+        self._stragglers = StragglerWatch(plan, device)
         if device.type == "cpu":  # a GPU's host waits for no line
             actions = self.rank.executor.actions
             self.recorder.waiting_lines = frozenset(action.line for action in actions if action.waits_for)
@@ -230,6 +232,7 @@ class _TrainingLoop:
             eval_loss=find_last_finite(m.eval_loss for m in reversed(steps)),
             skipped=self._name_skipped_samples(),
             stopped_by=self._stopped_by,
+            goodput=None if self._log is None else self._log.goodput.share,
             checkpoint="" if self._checkpoints is None else self._checkpoints.last_saved,
         )
 
@@ -308,14 +311,17 @@ class _TrainingLoop:
             rank.prefetch(self._batch_plan)
         assert rank.optimizer is not None
         lr = rank.optimizer.set_learning_rate(step)
+        begin_ops = time.perf_counter()
         if self.config.count_memory and is_last:
             loss, self._memory = measure_step_memory(rank, batch)
         else:
             loss = rank.executor.step(batch)
+        busy_s = time.perf_counter() - begin_ops - (self.recorder.waited_s - bubble_s)
         sums = (self._count_skipped(batch_plan), self.recorder.waited_s - bubble_s)
         maxima = [self._data_wait_s - waited_s, read_peak_memory_bytes(rank.device), signals.number]
         with self._recorded(LOSS):
             totals, maxima = reduce_metrics(loss, sums, maxima, rank.device)
+            self._stragglers.add(busy_s)
         waited_s, peak_bytes, self._stopped_by = maxima[0], maxima[1], round(maxima[2])
         grad_norm, is_left_out = rank.optimizer.read_outcome()
         step_s = time.perf_counter() - begin
