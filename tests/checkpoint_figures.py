@@ -1,8 +1,8 @@
 """Measures what a checkpoint costs: `python tests/checkpoint_figures.py`, on a quiet machine; prints JSON.
 
-Steps of a run that saves after every fifth are compared with the others: the copy that training waits for, and
-the step behind it, which shares its cores with the threads that write. Bytes and seconds stand beside those
-of a plain `dcp.save` of the same tensors.
+Steps of a run that saves after every fifth are compared with the others: the copy that training waits for,
+and the step behind it, which shares its cores with the threads that write. Bytes and seconds stand beside
+those of a plain `dcp.save` of the same tensors.
 """
 
 from __future__ import annotations

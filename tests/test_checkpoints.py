@@ -206,6 +206,13 @@ def swap(path: Path, other: Path, choose: random.Random) -> None:
     twin.write_bytes(content)
 
 
+def link(path: Path, other: Path, choose: random.Random) -> None:
+    """Leaves the bytes as they are, and the file outside of the checkpoint."""
+    outside = path.parent.parent / "outside"
+    shutil.move(path, outside)
+    path.symlink_to(choose.choice([outside, Path("/dev/zero")]))
+
+
 def take_directory(path: Path, other: Path, choose: random.Random) -> None:
     shutil.rmtree(path.parent)
     shutil.copytree(other, path.parent)
@@ -235,6 +242,7 @@ CORRUPTIONS = (
     delete,
     take_stale,
     swap,
+    link,
     take_directory,
     edit_manifest,
 )
@@ -256,7 +264,8 @@ def test_no_corruption_is_loaded(
     for number in range(count):
         path = second / choose.choice(sorted(original))
         CORRUPTIONS[number % len(CORRUPTIONS)](path, first, choose)
-        if {path.name: path.read_bytes() for path in second.iterdir()} == original:
+        is_linked = any(path.is_symlink() for path in second.iterdir())
+        if not is_linked and contents(second) == original:
             unchanged += 1  # zeros where zeros were
             continue
         newest = find_newest(folder, group)

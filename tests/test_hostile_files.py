@@ -25,9 +25,9 @@ from optimus.data.processor import load_processor
 from optimus.data.sample_index import IndexKey, SampleIndex
 from optimus.data.tar_shards import scan_shards
 from optimus.engine.checkpoint import load_state
-from optimus.engine.checkpoint_folder import MANIFEST, Manifest, describe_file, verify_files
+from optimus.engine.checkpoint_folder import MANIFEST, METADATA, Manifest, describe_file, verify_files
 from optimus.engine.checkpoint_state import Box, TensorShards
-from optimus.engine.checkpoint_storage import METADATA, ShardedSavePlanner, StateWriter
+from optimus.engine.checkpoint_storage import ShardedSavePlanner, StateWriter
 from optimus.engine.input_digest import digest_index
 from optimus.errors import OptimusError
 from optimus.hf.checkpoint import INDEX, Checkpoint

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from optimus.engine.checkpoint_folder import (
     MANIFEST,
+    METADATA,
     CheckpointConfig,
     Manifest,
     damaged,
@@ -28,7 +29,6 @@ from optimus.engine.checkpoint_folder import (
 )
 from optimus.engine.checkpoint_state import State, copy_state, stage
 from optimus.engine.checkpoint_storage import (
-    METADATA,
     ShardedLoadPlanner,
     ShardedSavePlanner,
     StateReader,

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from optimus.errors import UserError
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"  # folder in that of the run
-MANIFEST, LOCK = "manifest.json", ".lock"
+MANIFEST, METADATA, LOCK = "manifest.json", "metadata.json", ".lock"
 NAME = re.compile(r"step-(\d{8,18})")
 TEMPORARY = re.compile(r"\.step-\d+\.[0-9a-f]+\.tmp")
 LOCK_WAIT_S = 10.0  # until the first rank of a run that was killed is gone
@@ -61,16 +62,17 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a checkpoint; raises if it is not the one that was written."""
+        """Reads the manifest of a checkpoint; raises if it is not, byte by byte, one that was written."""
         try:
-            document = json.loads((folder / MANIFEST).read_bytes())
-            digest = document.pop("sha256")
-            known = document["format"], document["byteorder"]
-            if digest == _hash_document(document) and known == (FORMAT, sys.byteorder):
-                files = {name: (size, sha256) for name, (size, sha256) in document["files"].items()}
-                manifest = cls(step=document["step"], facts=document["facts"], files=files)
-                if folder.name == name_checkpoint(manifest.step) and all(map(_is_bare, files)):
-                    return manifest
+            if not _is_file(folder / MANIFEST):
+                raise OSError("is no file")
+            content = (folder / MANIFEST).read_text()
+            document = json.loads(content)
+            files = {name: (size, sha256) for name, (size, sha256) in document["files"].items()}
+            manifest = cls(step=document["step"], facts=document["facts"], files=files)
+            is_known = isinstance(manifest.facts, dict) and METADATA in files and all(map(_is_bare, files))
+            if is_known and manifest.dumps() == content and folder.name == name_checkpoint(manifest.step):
+                return manifest
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         raise damaged(folder, f"has no {MANIFEST} of its own")
@@ -78,6 +80,11 @@ class Manifest:
 
 def _hash_document(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _is_file(path: Path) -> bool:
+    """Tells if a path is a file: no link, and nothing that is read without an end."""
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def _is_bare(name: str) -> bool:
@@ -116,7 +123,8 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
     for name in sorted(manifest.files)[part::parts]:
         size, sha256 = manifest.files[name]
         try:
-            is_same = describe_file(folder / name) == (size, sha256)
+            is_same = _is_file(folder / name) and (folder / name).stat().st_size == size
+            is_same = is_same and describe_file(folder / name) == (size, sha256)
         except OSError as error:
             raise damaged(folder, f"has no readable {name}: {error.strerror}") from None
         if not is_same:

@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from optimus.engine.checkpoint_folder import METADATA
 from optimus.engine.checkpoint_state import Box, State, TensorShards
 from optimus.errors import UserError
 from optimus.ir.files import write_file_atomically
 
-METADATA = "metadata.json"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
