@@ -250,7 +250,7 @@ def profiles(folder: Path, count: int, seed: int) -> Counter[int]:
 
 
 @pytest.mark.usefixtures("capsys")
-@pytest.mark.parametrize(("kind", "count"), [(jobs, 6), (plans, 20), (profiles, 6)])
+@pytest.mark.parametrize(("kind", "count"), [(jobs, 3), (plans, 6), (profiles, 3)])
 def test_extreme_values(kind: Callable[..., Counter[int]], count: int, folder: Path) -> None:
     assert kind(folder, count, 1)[USER_ERROR] > 0
 
