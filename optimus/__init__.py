@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from optimus.cli.train import train as train
+    from optimus.cli.run_ranks import train as train
     from optimus.data.dealt_encoder import DealtEncoder as DealtEncoder
     from optimus.engine.fill_schedule import FillSchedule as FillSchedule
     from optimus.engine.process_groups import replica_mesh as replica_mesh
@@ -49,7 +49,7 @@ _PUBLIC = {
     "EncoderBlocks": ("optimus.ir.plan", "EncoderBlocks"),
     "Seconds": ("optimus.ir.plan", "Seconds"),
     "plan_modules": ("optimus.planner.user_modules", "plan_modules"),
-    "train": ("optimus.cli.train", "train"),
+    "train": ("optimus.cli.run_ranks", "train"),
     "DealtEncoder": ("optimus.data.dealt_encoder", "DealtEncoder"),
     "FillSchedule": ("optimus.engine.fill_schedule", "FillSchedule"),
     "StageInputs": ("optimus.engine.stage_profile", "StageInputs"),

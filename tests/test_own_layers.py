@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import ENCODERS, LLMS, tiny_model
 
-from optimus.cli.train import train
+from optimus.cli.run_ranks import train
 from optimus.errors import UserError
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.job import own_layers

@@ -13,7 +13,7 @@ from policy_worker import LOSS_STEP, NAN_BATCH, SPIKE_STEP, STEPS
 from worker_lines import run_cases
 
 import optimus
-from optimus.cli.train import RanksFailed, _run_ranks
+from optimus.cli.run_ranks import RanksFailed, run_ranks
 from optimus.engine.config import RunPolicy, StepMetrics
 from optimus.engine.run_policy import PolicyWatch
 from optimus.engine.run_section import read_training_config
@@ -137,7 +137,7 @@ def test_a_run_goes_back_and_leaves_broken_batches_out(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     config = read_training_config({}, steps=5, run_dir=whole)
-    code, _ = _run_ranks(job, plan, replace(config, left_out=(1, 3, 4)))
+    code, _ = run_ranks(job, plan, replace(config, left_out=(1, 3, 4)))
     assert code == 0
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")

@@ -16,7 +16,7 @@ import pytest
 from faults import ROOT, alive, children
 
 import optimus
-from optimus.cli.train import RanksFailed
+from optimus.cli.run_ranks import RanksFailed
 from optimus.errors import UserError
 from optimus.ir.files import ABANDONED_S, PREFIX, SUFFIX, open_atomically, write_file_atomically
 

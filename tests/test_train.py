@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import optimus
 from optimus.cli import run
-from optimus.cli.train import RanksFailed
+from optimus.cli.run_ranks import RanksFailed
 from optimus.engine.config import TrainingConfig
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
@@ -301,7 +301,7 @@ def test_without_torch_train_says_what_to_install(
     def no_torch(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr("optimus.cli.train.find_spec", lambda name: None)
+    monkeypatch.setattr("optimus.cli.run_ranks.find_spec", lambda name: None)
     monkeypatch.setattr("importlib.import_module", no_torch)
     assert run(["train", TINY, "--run-dir", str(tmp_path)]) == 2
     shown = capsys.readouterr()

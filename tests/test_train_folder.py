@@ -12,7 +12,7 @@ from own_families import OwnCase, save_folder
 from own_worker import LAYOUTS
 from safetensors.torch import load_file
 
-from optimus.cli.train import train
+from optimus.cli.run_ranks import train
 from optimus.errors import UserError
 from optimus.hf.export_checkpoint import export_checkpoint
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
