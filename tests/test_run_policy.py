@@ -115,9 +115,9 @@ def test_a_run_skips_broken_steps_and_stops_at_too_many(
     job = optimus.load_job(tmp_path / "job.yaml")
     summary = optimus.train(job, steps=3, run_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["skipped_steps"] for line in lines] == [0, 1, 0]
-    assert [line["loss"] is None for line in lines] == [False, True, False]
-    assert summary.skipped_steps == 1 and summary.final_loss == lines[2]["loss"]
+    assert [(line["step"], line["skipped_steps"]) for line in lines] == [(0, 0), (1, 1), (1, 1), (2, 0)]
+    assert [line["loss"] is None for line in lines] == [False, True, True, False]
+    assert summary.skipped_steps == 1 and summary.final_loss == lines[3]["loss"]
     with pytest.raises(RanksFailed):
         optimus.train(job, steps=9, run_dir=tmp_path)
     assert "steps in a row up to step 4 were left out" in capfd.readouterr().err
@@ -145,6 +145,31 @@ def test_a_run_goes_back_and_leaves_broken_batches_out(
     optimus.train(job, plan, steps=5, run_dir=broken, resume=True)
     assert read_losses(broken) == read_losses(whole)
     assert len(read_losses(whole)) == 5
+
+
+BROKEN_ONCE = BROKEN.replace(
+    "not in (1, 3, 4)", "!= 1 or number in self.__dict__.setdefault('seen', [])"
+).replace("        items = {", "        self.__dict__['seen'].append(number)\n        items = {", 1)
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(180)
+def test_a_fault_of_the_machine_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose inputs are broken once is trained again, and the losses are those without the fault."""
+    job = optimus.load_job(ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml")
+    plan = optimus.plan(job)
+    optimus.train(job, plan, steps=3, run_dir=tmp_path / "whole")
+    (tmp_path / "sitecustomize.py").write_text(BROKEN_ONCE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    summary = optimus.train(job, plan, steps=3, run_dir=tmp_path / "broken")
+    assert summary.skipped_steps == 0 and summary.steps == 3
+    assert read_losses(tmp_path / "broken") == read_losses(tmp_path / "whole")
+
+
+def test_a_step_is_trained_again_once() -> None:
+    watch = PolicyWatch(RunPolicy())
+    assert watch.wants_retry(metrics(3, math.nan)) and not watch.wants_retry(metrics(3, math.nan))
+    assert not watch.wants_retry(metrics(4, 1.0, 99.0))  # a spike
 
 
 def read_losses(run_dir: Path) -> dict[int, float]:

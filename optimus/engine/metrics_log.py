@@ -28,6 +28,12 @@ RUN_ID = "run-id"  # a file of the run's folder, if it has trackers
 ADAPTERS = "optimus.integrations"  # a module for each tracker, with `open_writer`, loaded if asked for
 
 
+def count_left_out(steps: Sequence[StepMetrics]) -> int:
+    """Returns how many steps were left out for good: not those that were trained again with success."""
+    last = {metrics.step: metrics.skipped_steps for metrics in steps}
+    return sum(last.values())
+
+
 def find_last_finite(backwards: Iterable[float | None]) -> float | None:
     """Returns the first finite value of an order that begins with the last step."""
     return next((value for value in backwards if value is not None and math.isfinite(value)), None)

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from optimus.environment import Launched, keep_gloo_on_loopback, launched
 from optimus.errors import OptimusError, UserError
+from optimus.ir.plan import Plan
 
 FAN_OUT = 16  # children of a rank in the tree that distributes the attempt's prefix
 BACKLOG = 4096  # connections that may wait for the store
@@ -216,3 +217,20 @@ def check_settings_agree(store: Any, rank: int, world: int, settings: Mapping[st
         for name, value in shown.items():
             check_ranks_agree(store, rank, world, name, value)
         raise
+
+
+def check_world_size(plan: Plan) -> None:
+    """Raises, before any rank waits for another, if the plan is for another number of ranks."""
+    place = launched()
+    if place is not None and place.world != plan.ranks.world:
+        raise UserError(
+            field="plan",
+            problem=f"is for {plan.ranks.world} ranks, and {place.world} were started",
+            hint=f"start {plan.ranks.world} (torchrun --nproc-per-node), or plan for {place.world} GPUs",
+        )
+
+
+def has_gpus() -> bool:
+    """Returns whether this host has a GPU for each of its ranks."""
+    place = launched()
+    return place is not None and torch.cuda.device_count() >= place.local_world

@@ -16,7 +16,18 @@ class PolicyWatch:
     """Follows the steps of a run and says when it ends."""
 
     def __init__(self, policy: RunPolicy) -> None:
-        self._policy, self._in_a_row, self._last_skipped = policy, 0, 0
+        self._policy, self._in_a_row, self._last_skipped, self._retried = policy, 0, 0, -1
+
+    def wants_retry(self, metrics: StepMetrics) -> bool:
+        """Tells if a step is trained again first: one that was not finite, and not tried before.
+
+        What a fault of the machine has caused does not come back; nothing has changed, so the run goes on as
+        if it had not happened.
+        """
+        is_new = bool(metrics.skipped_steps) and not _is_finite(metrics) and metrics.step != self._retried
+        if is_new:
+            self._retried = metrics.step
+        return is_new
 
     def find_stop(self, metrics: StepMetrics) -> UserError | None:
         """Returns why the run ends with a step, the same on all ranks; None if it goes on."""

@@ -27,6 +27,7 @@ from optimus.engine.evaluation import evaluate
 from optimus.engine.memory_tracker import measure_step_memory
 from optimus.engine.metrics_log import (
     MetricsLog,
+    count_left_out,
     find_last_finite,
     read_peak_memory_bytes,
     reduce_metrics,
@@ -34,13 +35,18 @@ from optimus.engine.metrics_log import (
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
-from optimus.engine.rendezvous import RunMembership, check_settings_agree, join_process_group
+from optimus.engine.rendezvous import (
+    RunMembership,
+    check_settings_agree,
+    check_world_size,
+    has_gpus,
+    join_process_group,
+)
 from optimus.engine.run_checkpoints import RunCheckpoints, StopRequest, stop_on_signals
 from optimus.engine.run_policy import PolicyWatch, no_way_back
 from optimus.engine.stragglers import StragglerWatch
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.engine.watchdog import FlightRecorder, Watchdog
-from optimus.environment import launched
 from optimus.errors import UserError
 from optimus.ir.op import Communicator
 from optimus.ir.plan import ALL, Plan
@@ -78,8 +84,8 @@ def train_rank(
     The data set is synthetic unless one is given, on all ranks.
     """
     torch.set_num_threads(1)
-    _check_world_size(plan)
-    backend = "nccl" if _has_gpus() else "gloo"
+    check_world_size(plan)
+    backend = "nccl" if has_gpus() else "gloo"
     member = join_process_group(timeout_s=JOIN_TIMEOUT_S, backend=backend)
     try:
         versions = {"optimus": __version__, "torch": torch.__version__}
@@ -97,17 +103,6 @@ def train_rank(
         dist.destroy_process_group()
 
 
-def _check_world_size(plan: Plan) -> None:
-    """Raises, before any rank waits for another, if the plan is for another number of ranks."""
-    place = launched()
-    if place is not None and place.world != plan.ranks.world:
-        raise UserError(
-            field="plan",
-            problem=f"is for {plan.ranks.world} ranks, and {place.world} were started",
-            hint=f"start {plan.ranks.world} (torchrun --nproc-per-node), or plan for {place.world} GPUs",
-        )
-
-
 def describe_status_line(plan: Plan, rank: int, line: int) -> str:
     """Describes a line of a rank's program; lines past its end are `EXTRA_OPS`."""
     device = plan.ranks.class_of(rank)
@@ -116,12 +111,6 @@ def describe_status_line(plan: Plan, rank: int, line: int) -> str:
         return EXTRA_OPS[extra]
     text = describe_line(plan, device, line)
     return FINISH if text.startswith(f"{ALL}.") else text
-
-
-def _has_gpus() -> bool:
-    """Returns whether this host has a GPU for each of its ranks."""
-    place = launched()
-    return place is not None and torch.cuda.device_count() >= place.local_world
 
 
 class _TrainingLoop:
@@ -138,7 +127,7 @@ class _TrainingLoop:
         dataset: Dataset | None,
     ) -> None:
         self.job, self.plan, self.config, self.member = job, plan, config, member
-        device = torch.device("cuda", member.local_rank) if _has_gpus() else torch.device("cpu")
+        device = torch.device("cuda", member.local_rank) if has_gpus() else torch.device("cpu")
         self._log: MetricsLog | None = None
         if member.rank == 0 and config.run_dir is not None:  # others wait, for groups, without a watchdog
             settings = {"job": job.name, **config.settings()}
@@ -220,7 +209,7 @@ class _TrainingLoop:
             raise self._refusal
         timed = steps[:-1] if self._memory is not None else steps  # counting memory takes time
         return TrainingSummary(
-            steps=len(steps),
+            steps=len({metrics.step for metrics in steps}),
             final_loss=find_last_finite(m.loss for m in reversed(steps)),
             step_s_median=median(metrics.step_s for metrics in timed) if timed else None,
             rank=self.member.rank,
@@ -228,7 +217,7 @@ class _TrainingLoop:
             memory=self._memory_of_fullest_rank(),
             waiting_steps=sum(m.data_wait_s > WAITING_SHARE * m.step_s for m in steps),
             skipped_samples=sum(metrics.skipped_samples for metrics in steps),
-            skipped_steps=sum(metrics.skipped_steps for metrics in steps),
+            skipped_steps=count_left_out(steps),
             eval_loss=find_last_finite(m.eval_loss for m in reversed(steps)),
             skipped=self._name_skipped_samples(),
             stopped_by=self._stopped_by,
@@ -243,6 +232,10 @@ class _TrainingLoop:
             self._start_batch_plan(step)
         while step < end and not self._stopped_by:
             metrics = self._step(step, signals)
+            if self._policy.wants_retry(metrics):
+                yield metrics
+                self._go_back_to(step)
+                continue
             self._refusal = self._policy.find_stop(metrics)
             if self._refusal is None and self._policy.wants_rewind(metrics):
                 yield metrics
@@ -269,9 +262,13 @@ class _TrainingLoop:
         if earlier is None:
             self._refusal = no_way_back(step)
             return self.config.end_step
-        self._batch_plan = None
-        self._start_batch_plan(earlier)
+        self._go_back_to(earlier)
         return earlier
+
+    def _go_back_to(self, step: int) -> None:
+        """Plans the batch of a step again, in place of that of the step that would have been next."""
+        self._batch_plan = None
+        self._start_batch_plan(step)
 
     def _is_checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every
