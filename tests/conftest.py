@@ -13,6 +13,7 @@ MINUTES = {
     "foundation": 8,
     "plan file": 7,
     "engine": 8,
+    "survival": 8,
     "search": 6,
     "tensor parallelism": 2,
     "torchtitan": 5,

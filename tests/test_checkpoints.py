@@ -248,7 +248,7 @@ CORRUPTIONS = (
 )
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.ci("engine"))])
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.ci("survival"))])
 def test_no_corruption_is_loaded(
     tmp_path: Path, group: dist.ProcessGroup, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
@@ -390,7 +390,7 @@ def start_and_wait_for(path: Path, words: list[str]) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(300)
 def test_a_run_stopped_by_sigterm_goes_on_bit_by_bit(plan: Path, tmp_path: Path) -> None:
     train = ["train", TINY, "--plan", str(plan), "--steps", "12", "--run-dir"]
@@ -409,7 +409,7 @@ def test_a_run_stopped_by_sigterm_goes_on_bit_by_bit(plan: Path, tmp_path: Path)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(300)
 def test_other_data_than_the_run_had_is_refused(plan: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
@@ -420,7 +420,7 @@ def test_other_data_than_the_run_had_is_refused(plan: Path, tmp_path: Path) -> N
     assert "run.seed = 1 is 0 in the checkpoints" in refused.stderr
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(300)
 def test_a_killed_rank_is_started_again(plan: Path, tmp_path: Path) -> None:
     train = ["train", TINY, "--plan", str(plan), "--steps", "8", "--run-dir"]
@@ -436,7 +436,7 @@ def test_a_killed_rank_is_started_again(plan: Path, tmp_path: Path) -> None:
 PAIRS = ("same plan", "two ranks to eight", "tied ends apart to one")
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_under_another_plan() -> None:
     compare_pairs(PAIRS)

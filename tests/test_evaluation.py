@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(CASES[:2], id="some", marks=pytest.mark.ci("engine")),
+        pytest.param(CASES[:2], id="some", marks=pytest.mark.ci("survival")),
         pytest.param(CASES[2:], id="others", marks=pytest.mark.heavy),
     ],
 )
@@ -54,7 +54,7 @@ def test_evaluation_is_that_of_one_process_and_changes_no_bit_of_training(cases:
         assert line["left"] == [[0] * (STEPS - 1)] * 4  # bytes that an evaluation leaves behind
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_a_run_evaluates_every_few_steps(tmp_path: Path) -> None:
     text = (ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml").read_text()

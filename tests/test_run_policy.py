@@ -23,7 +23,7 @@ LEFT_OUT = [NAN_BATCH, LOSS_STEP, SPIKE_STEP]
 CASES = ["sharded: two by two", "sharded tp: two stages"]
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES)
 def test_left_out_steps_change_nothing_on_any_rank(case: str) -> None:
@@ -103,7 +103,7 @@ if "RANK" in os.environ:
 """
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_a_run_skips_broken_steps_and_stops_at_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -123,7 +123,7 @@ def test_a_run_skips_broken_steps_and_stops_at_too_many(
     assert "steps in a row up to step 4 were left out" in capfd.readouterr().err
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(240)
 def test_a_run_goes_back_and_leaves_broken_batches_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +152,7 @@ BROKEN_ONCE = BROKEN.replace(
 ).replace("        items = {", "        self.__dict__['seen'].append(number)\n        items = {", 1)
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_a_fault_of_the_machine_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose inputs are broken once is trained again, and the losses are those without the fault."""

@@ -75,7 +75,7 @@ if os.environ.get("RANK") == "2":
 """
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(300)
 def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     """Four ranks: two stages of two replicas; one rank sleeps in every step."""

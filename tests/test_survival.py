@@ -130,7 +130,7 @@ def descendants(pid: int) -> list[int]:
     return own + [later for child in own for later in descendants(child)]
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["optimus", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
@@ -172,7 +172,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_ranks_with_other_settings_do_not_train_together(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -185,7 +185,7 @@ def test_ranks_with_other_settings_do_not_train_together(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_a_loss_that_is_not_finite_stops_the_run(
     plan: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -216,7 +216,7 @@ if "RANK" in os.environ:
 """
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 def test_a_full_disk_for_metrics_does_not_end_the_run(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -229,7 +229,7 @@ def test_a_full_disk_for_metrics_does_not_end_the_run(
     assert written.count("cannot be written: No space left on device; training goes on without it") == 1
 
 
-@pytest.mark.ci("engine")
+@pytest.mark.ci("survival")
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a process 1")
 def test_the_launcher_may_be_process_1(plan: Path, tmp_path: Path) -> None:
