@@ -53,7 +53,8 @@ def run_processes(
         try:
             for rank in range(world):
                 receiver, sender = context.Pipe(duplex=False)
-                rank_args = (os.getpid(), sender, rank_main, rank, world, store, args)
+                parent = None if context.get_start_method() == "forkserver" else os.getpid()
+                rank_args = (parent, sender, rank_main, rank, world, store, args)
                 process = context.Process(target=_run, args=rank_args, daemon=True)  # type: ignore[attr-defined]
                 process.start()
                 sender.close()
@@ -107,7 +108,7 @@ def _drain(receivers: list[Connection], on_report: Report) -> None:
 
 
 def _run(
-    parent: int,
+    parent: int | None,
     sender: Connection,
     rank_main: Callable[..., Any],
     rank: int,
@@ -115,7 +116,7 @@ def _run(
     store: str,
     args: tuple[Any, ...],
 ) -> None:
-    end_with_parent(parent)
+    end_with_parent(parent or os.getppid())  # a server that forks ranks ends with the process it serves
     try:
         result = rank_main(rank, world, store, lambda message: sender.send((_REPORT, message)), *args)
     except BaseException:
