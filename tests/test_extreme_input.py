@@ -27,6 +27,7 @@ from optimus.planner.planning import make_plan
 
 TINY = ("cpu/tiny-vl", "--layout", "llm=pp1,tp1")
 MOST_S, MOST_MB = 2.0, 500
+LOOP_S = 0.075  # of the loop in `most_s`, on the slow machine of these tests at rest
 LONG = "n" * 300  # longer than a file's name may be
 
 JOB = yaml.safe_load("""
@@ -60,6 +61,13 @@ run: {steps: 20}
 @cache
 def plan_text() -> str:
     return format_plan(make_plan(find_job("cpu/tiny-vl", None, ["llm=pp1,tp1"]), systems=[]).plan)
+
+
+def most_s() -> float:
+    """Returns the seconds of a refusal on this machine as it is now: more where a plain loop takes longer."""
+    started = time.process_time()
+    sum(number * number for number in range(500_000))
+    return MOST_S * max(1.0, (time.process_time() - started) / LOOP_S)
 
 
 @pytest.fixture
@@ -107,7 +115,7 @@ def test_names_that_no_file_can_have(arguments: str, name: str, capsys: pytest.C
     started = time.process_time()
     assert run([word.replace("NAME", name) for word in arguments.split()]) == USER_ERROR
     assert "\nhint: " in capsys.readouterr().err
-    assert time.process_time() - started < MOST_S
+    assert time.process_time() - started < most_s()
 
 
 def test_the_library_takes_such_names_too(tmp_path: Path) -> None:
@@ -176,7 +184,7 @@ def test_large_yaml_is_refused_before_it_is_read(text: str, tmp_path: Path) -> N
     started = time.process_time()
     with pytest.raises(UserError):
         load_job(tmp_path / "job.yaml")
-    assert time.process_time() - started < 0.7 * MOST_S
+    assert time.process_time() - started < most_s()
 
 
 # ---------------------------------------------------------------------------- mutated files
@@ -219,7 +227,8 @@ def outcomes(document: Any, path: Path, commands: list[list[str]], count: int, s
             started = time.process_time()
             code = run(arguments)
             assert code in (OK, NO, USER_ERROR), (arguments, path.read_text())
-            assert code != USER_ERROR or time.process_time() - started < MOST_S, path.read_text()
+            seconds = time.process_time() - started
+            assert code != USER_ERROR or seconds < MOST_S or seconds < most_s(), path.read_text()
             found[code] += 1
     assert most_megabytes() - before < MOST_MB
     return found
