@@ -39,7 +39,7 @@ class BrokenDataset(SyntheticDataset):
 
 
 def train(case: Case, rank: int) -> dict[str, Any]:
-    """Which steps were left out, whether they changed masters or moments, and the trained parameters."""
+    """Returns which steps were left out, whether they changed masters or moments, and the parameters."""
     run = RankRun(case, rank, dataset=BrokenDataset(job=case.job, seed=case.seed))
     optimizer = run.built.optimizer
     assert optimizer is not None

@@ -80,7 +80,7 @@ def test_a_link_is_as_slow_as_it_is_told_to_be() -> None:
 
 
 def namespaces_and_links() -> set[str]:
-    """Of this process: other runs may have theirs at the same time."""
+    """Returns those of this process: other runs may have theirs at the same time."""
     shown = [subprocess.run(words, capture_output=True, text=True, check=True).stdout for words in WORDS]
     return set(re.findall(rf"\bopt{os.getpid()}(?:[nv]\d+)?\b", "".join(shown)))
 

@@ -1,4 +1,4 @@
-"""What a command makes outside its files is gone however the command ends."""
+"""Commands remove what they make outside their files, however they end."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 
-from optimus.engine.stragglers import WINDOW, StragglerFinder
+from optimus.engine.stragglers import WINDOW, StragglerFinder, _median_of_others
 
 NAMED_WITHIN = 60  # steps
 CLEAN = 1000  # steps
@@ -55,6 +57,13 @@ def test_a_rank_that_becomes_slow_is_named(programs: list[int]) -> None:
         named = find(busy, programs)
         assert [rank for _, rank in named] == [slow]
         assert named[0][0] <= begin + NAMED_WITHIN
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2))
+def test_the_median_of_others_is_that_of_a_list_without_the_rank(seconds: list[float]) -> None:
+    for place, own in enumerate(seconds):
+        others = seconds[:place] + seconds[place + 1 :]
+        assert _median_of_others(sorted(seconds), own) == pytest.approx(float(np.median(others)))
 
 
 def test_a_rank_that_is_slow_from_the_beginning_is_named_by_its_replica() -> None:

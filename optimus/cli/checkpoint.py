@@ -50,12 +50,14 @@ class CheckpointCommand:
             raise UserError(field=given, problem=f"needs {missing}", hint=f"add {missing} FOLDER")
         checked = [self._verify(path) for path in self._list()]
         whole = [(path, manifest) for path, manifest, _ in checked if manifest is not None]
+        exported = []
         if self.export is not None and whole:
             self._export(whole[0][0])
-        exported = [] if self.export is None else wrap_closing_line("saved", str(self.export))
+            weights = f"{self.export}, the weights after step {whole[0][1].step}"
+            exported = wrap_closing_line("saved", weights)
         print_result(
             {"schema": "optimus.checkpoint/1", "checkpoints": [_build_json(*each) for each in checked]},
-            [*_format(checked), *(exported if whole else [])],
+            [*_format(checked), *exported],
             as_json=self.json,
         )
         return OK if len(whole) == len(checked) else NO

@@ -75,7 +75,7 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What the batch file of a run depends on."""
+    """Holds what the batch file of a run depends on."""
 
     name: str
     nodes: int

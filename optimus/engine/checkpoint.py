@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -23,6 +23,7 @@ from optimus.engine.checkpoint_folder import (
     describe_file,
     list_checkpoints,
     list_expired,
+    lock_folder,
     name_checkpoint,
     remove_checkpoint,
     verify_files,
@@ -51,6 +52,18 @@ def run_on_first(act: Callable[[], object], group: dist.ProcessGroup) -> tuple[s
     dist.broadcast_object_list(outcome, group=group, group_src=0)
     result: tuple[str, str] = outcome[0]
     return result
+
+
+def take_folder(folder: Path, group: dist.ProcessGroup) -> list[BinaryIO]:
+    """Locks a folder of checkpoints for this run; returns the lock, which the first rank keeps open.
+
+    Raises, on all ranks, if another run writes there.
+    """
+    locks: list[BinaryIO] = []
+    _, problem = run_on_first(lambda: locks.append(lock_folder(folder)), group)
+    if problem:
+        raise UserError(field=str(folder), problem=problem, hint="end that run, or use another folder")
+    return locks
 
 
 # ---------------------------------------------------------------------------- loading

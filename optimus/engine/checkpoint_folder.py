@@ -43,7 +43,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself. `facts` are those of the run that saved it."""
+    """Describes a checkpoint: its step, its files, and `facts` of the run that saved it."""
 
     step: int  # steps trained: the number of the next one
     facts: Mapping[str, Any]

@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class RunPolicy:
-    """What a run does about a step that the optimizer leaves out.
+    """States what a run does about a step that the optimizer leaves out.
 
     A step is a spike if its gradient norm exceeds the median of the last ones `spike_factor` times.
     """

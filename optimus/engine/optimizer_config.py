@@ -13,7 +13,7 @@ PROJECTOR = "projector"
 
 
 class ParamGroup(NamedTuple):
-    """What AdamW applies to a parameter; `lr` is the rate before the schedule."""
+    """Holds what AdamW applies to a parameter; `lr` is the rate before the schedule."""
 
     weight_decay: float
     lr: float

@@ -16,13 +16,8 @@ from torch import __version__ as torch_version
 from torch import distributed as dist
 
 from optimus import __version__
-from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state, run_on_first
-from optimus.engine.checkpoint_folder import (
-    CHECKPOINTS,
-    Manifest,
-    damaged,
-    lock_folder,
-)
+from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state, take_folder
+from optimus.engine.checkpoint_folder import CHECKPOINTS, Manifest, damaged
 from optimus.engine.checkpoint_state import collect_rank_state
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.errors import UserError, show_value
@@ -39,15 +34,8 @@ class RunCheckpoints:
         self._rank, self._resume, self._plan_hash = rank, resume, plan_hash
         self._folder = rank.config.run_dir / CHECKPOINTS
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
-        _, problem = run_on_first(self._take_folder, self._group)
-        if problem:
-            raise UserError(
-                field=str(self._folder), problem=problem, hint="end that run, or use another --run-dir"
-            )
+        self._lock = take_folder(self._folder, self._group)
         self._writer = CheckpointWriter(self._folder, rank.config.checkpoint, self._group)
-
-    def _take_folder(self) -> None:
-        self._lock = lock_folder(self._folder)
 
     def load(self) -> int:
         """Loads the newest checkpoint, if the run goes on; returns the number of the first step."""

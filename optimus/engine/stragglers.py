@@ -6,8 +6,10 @@ past, in proportion to all ranks: a step that is slow for everybody makes nobody
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -38,16 +40,14 @@ class StragglerFinder:
     def find(self, busy_s: Sequence[float]) -> list[tuple[int, float]]:
         """Takes seconds of a usual step of a window; returns ranks that became slow, and by what factor."""
         usual = max(median(busy_s), 1e-9)
+        by_program: dict[int, list[float]] = {}
+        for program, seconds in sorted(zip(self._programs, busy_s, strict=True)):
+            by_program.setdefault(program, []).append(seconds)
         found = []
         for rank, seconds in enumerate(busy_s):
-            peers = [
-                other
-                for one, other in enumerate(busy_s)
-                if one != rank and self._programs[one] == self._programs[rank]
-            ]
             share = seconds / usual
             slower = max(
-                seconds / max(median(peers), 1e-9) if peers else 0.0,
+                seconds / max(_median_of_others(by_program[self._programs[rank]], seconds), 1e-9),
                 share / median(self._past[rank]) if self._past[rank] else 0.0,
             )
             if slower <= SLOW:
@@ -62,6 +62,15 @@ class StragglerFinder:
         return found
 
 
+def _median_of_others(ordered: Sequence[float], value: float) -> float:
+    """Returns the median without one occurrence of `value`, or infinity if there are no others."""
+    place, count = bisect_left(ordered, value), len(ordered) - 1
+    if not count:
+        return math.inf
+    middle = [number + (number >= place) for number in ((count - 1) // 2, count // 2)]
+    return sum(ordered[number] for number in middle) / 2
+
+
 class StragglerWatch:
     """Shares the busy seconds of this rank with all ranks once in a window: its median, not its hiccups."""
 
@@ -70,7 +79,8 @@ class StragglerWatch:
         self._finder = StragglerFinder([plan.ranks.class_of(rank) for rank in range(world)])
         self._device, self._busy_s = device, list[float]()
         self._hosts: list[str] = [""] * world
-        dist.all_gather_object(self._hosts, socket.gethostname())
+        if device.type == "cpu":
+            dist.all_gather_object(self._hosts, socket.gethostname())
 
     def add(self, busy_s: float) -> None:
         """Adds a step; the first rank warns of ranks that became slow. All ranks call it.
@@ -86,10 +96,11 @@ class StragglerWatch:
         of_ranks = torch.empty(len(self._hosts), dtype=torch.float64, device=self._device)
         all_gather_single(of_ranks, mine)
         self._busy_s.clear()
+        if dist.get_rank() != 0:
+            return
         for rank, slower in self._finder.find(of_ranks.tolist()):
-            if dist.get_rank() == 0:
-                host = escape_unprintable(self._hosts[rank])
-                sys.stderr.write(
-                    f"warning: rank {rank} on {host} is slow: {slower:.1f} times as busy as it should be, "
-                    f"for {WINDOW * WINDOWS} steps\n"
-                )
+            host = escape_unprintable(self._hosts[rank])
+            sys.stderr.write(
+                f"warning: rank {rank} on {host} is slow: {slower:.1f} times as busy as it should be, "
+                f"for {WINDOW * WINDOWS} steps\n"
+            )

@@ -253,6 +253,8 @@ class _TrainingLoop:
             yield replace(metrics, checkpoint_s=time.perf_counter() - begin)
             step += 1
         if self._checkpoints is not None:
+            if self._stopped_by and self._refusal is None and self.config.checkpoint.every:
+                self._checkpoints.save(step)
             self._checkpoints.wait()
 
     def _rewind(self, step: int) -> int:
@@ -271,9 +273,10 @@ class _TrainingLoop:
         self._start_batch_plan(step)
 
     def _is_checkpoint_due(self, step: int) -> bool:
+        """Tells if a checkpoint is saved after `step` steps; that of a run that stops is its last act."""
         every = self.config.checkpoint.every
-        is_last = bool(self._stopped_by) or step == self.config.end_step
-        return every > 0 and (is_last or step % every == 0)
+        is_due = every > 0 and (step == self.config.end_step or step % every == 0)
+        return is_due and not self._stopped_by
 
     def _name_skipped_samples(self) -> tuple[str, ...]:
         """Returns why the first samples of the run were skipped, on any rank."""

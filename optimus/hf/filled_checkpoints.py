@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state, run_on_first
-from optimus.engine.checkpoint_folder import CheckpointConfig, lock_folder
-from optimus.engine.checkpoint_state import TensorShards, describe_tensor
+from optimus.engine.checkpoint import CheckpointWriter, find_newest, load_state, take_folder
+from optimus.engine.checkpoint_folder import CheckpointConfig
+from optimus.engine.checkpoint_state import HEAD, TensorShards, describe_tensor
 from optimus.errors import UserError
 from optimus.hf.filled_model import FilledModel
 
@@ -44,14 +44,9 @@ class FilledCheckpoints:
         self.model, self.optimizer, self.folder = model, optimizer, Path(folder).absolute()
         self.extra: Mapping[str, Any] = {}  # of the checkpoint that was loaded
         self._group = dist.new_group(backend="gloo")
-        _, problem = run_on_first(self._take_folder, self._group)
-        if problem:
-            raise UserError(field=str(self.folder), problem=problem, hint="use another folder")
+        self._lock = take_folder(self.folder, self._group)
         config = CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
         self._writer = CheckpointWriter(self.folder, config, self._group)
-
-    def _take_folder(self) -> None:
-        self._lock = lock_folder(self.folder)
 
     def load(self) -> int:
         """Loads the newest checkpoint that is whole; returns its step, or 0 if there is none."""
@@ -89,7 +84,7 @@ class FilledCheckpoints:
             for name, tensor in part.hf.state_dict(keep_vars=True).items():
                 name = tied.get(name, name)
                 if tensors.setdefault(name, tensor) is not tensor:
-                    tensors[f"{name} (head)"] = tensor
+                    tensors[f"{name}{HEAD}"] = tensor
         return tensors
 
     def _describe_parameters(self) -> dict[str, Any]:
@@ -98,12 +93,12 @@ class FilledCheckpoints:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
         names = {name: trains for each in everyone for name, trains in each.items()}
-        return {name: names[name] for name in sorted(names) if not name.endswith(" (head)")}
+        return {name: names[name] for name in sorted(names) if not name.endswith(HEAD)}
 
     def _state(self) -> dict[str, TensorShards]:
         state: dict[str, list[TensorShards]] = {}
         for name, tensor in self._named().items():
-            plain = name.removesuffix(" (head)")
+            plain = name.removesuffix(HEAD)
             state.setdefault(f"model.{plain}", []).append(describe_tensor(tensor))
             for kind, value in self.optimizer.state.get(tensor, {}).items():
                 if not isinstance(value, Tensor):
