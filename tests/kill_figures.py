@@ -118,11 +118,13 @@ def main(ranks: int, kills: int, saving: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         run = DisturbedRun(Path(name), ranks)
         found = []
-        for number in range(kills):
-            found.append(kill_once(run, choose, launcher=number % 4 == 3, saving=number < saving))
-            print(json.dumps(found[-1]), flush=True)  # noqa: T201
-        run.process.send_signal(signal.SIGTERM)
-        run.process.wait(60)
+        try:
+            for number in range(kills):
+                found.append(kill_once(run, choose, launcher=number % 4 == 3, saving=number < saving))
+                print(json.dumps(found[-1]), flush=True)  # noqa: T201
+        finally:
+            run.process.send_signal(signal.SIGTERM)
+            run.process.wait(60)
         left = [path.name for path in (run.run_dir / "checkpoints").glob(".step-*.tmp")]
         losses = {line["step"]: line["loss"] for line in run.lines()}
         words = ["train", str(run.job), "--plan", str(run.plans[0]), "--steps", str(len(losses))]

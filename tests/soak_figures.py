@@ -131,8 +131,8 @@ def main(minutes: float, every_s: float) -> None:
     choose = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         soak = Soak(Path(name))
+        process, begin_s, faults = soak.start(), time.time(), 0
         try:
-            process, begin_s, faults = soak.start(), time.time(), 0
             while time.time() + every_s < begin_s + 60 * minutes:
                 time.sleep(every_s)
                 fault = FAULTS[faults % len(FAULTS)]
@@ -162,6 +162,9 @@ def main(minutes: float, every_s: float) -> None:
                 )
             )
         finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(180)
             subprocess.run(["umount", str(soak.disk)], check=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from optimus.cli import console
 from optimus.cli.train_inputs import add_folders
 from optimus.engine import watchdog
 from optimus.engine.config import StepMetrics
-from optimus.engine.metrics_log import Goodput, MetricsLog
+from optimus.engine.metrics_log import Goodput, MetricsLog, append_whole_line
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
 
@@ -265,3 +266,22 @@ def test_piped_progress_says_how_long_it_still_takes(
     assert len(shown) == 10
     assert shown[3] == "step 1004 of 1200, loss not finite, 0.250 s, 64 tokens/s, 33 min left"
     assert shown[9].endswith("64 tokens/s, MFU 43.2 %, 32 min left")
+
+
+@pytest.mark.parametrize("room", range(1, 60, 7))
+def test_a_line_is_whole_or_not_in_the_file(room: int, tmp_path: Path) -> None:
+    """The kernel writes as much of a line as there is room for, and then refuses."""
+    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = [json.dumps({"step": step, "words": "x" * 40}) for step in range(4)]
+    append_whole_line(file, lines[0])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append_whole_line(file, lines[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text().splitlines() == lines[:1]
+    with file.open("a") as torn:  # as a process leaves it that is killed while it writes
+        torn.write(lines[2][:room])
+    append_whole_line(file, lines[3])
+    assert file.read_text().splitlines() == [lines[0], lines[3]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import resource
 import secrets
 import sys
@@ -24,6 +25,7 @@ from optimus.engine.config import METRICS, StepMetrics
 from optimus.ir.files import write_file_atomically
 from optimus.protocols import MetricsWriter
 
+MAX_LINE_BYTES = 1 << 16  # of the metrics of a step
 RUN_ID = "run-id"  # a file of the run's folder, if it has trackers
 ADAPTERS = "optimus.integrations"  # a module for each tracker, with `open_writer`, loaded if asked for
 
@@ -37,6 +39,25 @@ def count_left_out(steps: Sequence[StepMetrics]) -> int:
 def find_last_finite(backwards: Iterable[float | None]) -> float | None:
     """Returns the first finite value of an order that begins with the last step."""
     return next((value for value in backwards if value is not None and math.isfinite(value)), None)
+
+
+def append_whole_line(path: Path, text: str) -> None:
+    """Appends a line or nothing, and removes the part of one that a crash or a full disk has left."""
+    with path.open("ab+", buffering=0) as file:  # a buffer would be written once more when it is closed
+        size = file.seek(0, os.SEEK_END)
+        length = min(size, MAX_LINE_BYTES)
+        file.seek(size - length)
+        if cut := length - (file.read(length).rfind(b"\n") + 1):
+            size -= cut
+            file.truncate(size)
+        try:
+            line = f"{text}\n".encode()
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 class MetricsLog:
@@ -70,8 +91,9 @@ class MetricsLog:
         values["goodput"] = self.goodput.share
         line: dict[str, Any] = {**values, "restart": self._restart, "time": time.time()}
         try:
-            with self._file.open("w" if begins else "a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+            if begins:
+                self._file.write_bytes(b"")
+            append_whole_line(self._file, json.dumps(line, allow_nan=False))
         except OSError as error:
             self._warn(METRICS, f"{self._file} cannot be written: {error.strerror}")
         numbers = {name: float(value) for name, value in values.items() if value is not None}
