@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from engine_bugs import BUGS
-from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, TP, TP_SHARDED, Case
+from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, SYSTEMS, TP, TP_SHARDED, Case
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
@@ -410,7 +410,7 @@ def main(what: str, names: list[str]) -> None:
     All plain ones if none is named; `sharded` and `tp` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT)}
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT, *SYSTEMS)}
         bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS}.get(what, BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
@@ -421,7 +421,14 @@ def main(what: str, names: list[str]) -> None:
         return
     look = {"bf16": compare_half, "logs": compare_logs, "curves": curve}.get(what, compare)
     steps = {"bf16": 3, "logs": 50, "curves": 50}.get(what) or int(what)
-    groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED, "dealt": DEALT, "curves": CURVES}
+    groups = {
+        "sharded": SHARDED,
+        "tp": TP,
+        "tp-sharded": TP_SHARDED,
+        "dealt": DEALT,
+        "systems": SYSTEMS,
+        "curves": CURVES,
+    }
     if names and names[0] not in groups:
         every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
         by_name = {case.name: case for case in every}

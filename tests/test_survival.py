@@ -211,7 +211,8 @@ import os, pathlib
 if "RANK" in os.environ:
     path_open = pathlib.Path.open
     def full(path, mode="r", *args, **kwargs):
-        return path_open(pathlib.Path("/dev/full") if path.name == "metrics.jsonl" else path, mode, *args, **kwargs)
+        path = pathlib.Path("/dev/full") if path.name == "metrics.jsonl" else path
+        return path_open(path, mode, *args, **kwargs)
     pathlib.Path.open = full
 """
 

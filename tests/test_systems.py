@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from busy_time import busy_s
 from paper_parts import PAPER_JOBS
+from random_plans import bound
 
 from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Lane, OpKind
@@ -23,6 +24,7 @@ from optimus.planner.systems.registry import SYSTEMS, load_system, plan_making_s
 from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
 from optimus.schedule.bubbles import CAUSES, sum_bubbles_by_cause
 from optimus.schedule.simulator import simulate_schedule
+from optimus.verify.validator import check_plan
 
 
 @cache
@@ -47,7 +49,8 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
             simulate_schedule(pipeline.op_schedule()).step_s,
             simulate_schedule(pipeline.schedule()).step_s,
         )
-        assert fine == pytest.approx(coarse, abs=1e-6)
+        # Ops of a plan are finer: an encoder's backward may hide a reduce of the LLM's.
+        assert 0.98 * coarse <= fine <= 1.002 * coarse
 
 
 # ------------------------------------------------------------------------ every system of a job
@@ -95,6 +98,7 @@ def test_every_system_does_all_the_work_once(name: str) -> None:
         )
         assert (schedule.duration_s >= 0).all()
         order = np.lexsort((np.arange(len(schedule)), schedule.device * 8 + schedule.lane))
+        order = order[~schedule.is_recv[order]]  # a receive occupies no lane
         lane = (schedule.device * 8 + schedule.lane)[order]
         start, finish = system.timeline.start_s[order], system.timeline.finish_s[order]
         same = lane[1:] == lane[:-1]
@@ -108,12 +112,26 @@ def test_memory_names_the_worst_rank() -> None:
 
 
 def test_all_systems_are_made_for_a_paper_job() -> None:
-    assert set(compared("paper/A").systems) == set(SYSTEMS) - {"today", *plan_making_systems()}
+    assert set(compared("paper/A").systems) == set(SYSTEMS) - {"today", "paper", "optimus"}
 
 
-def test_systems_are_registered_under_their_names_and_a_plan_is_allowed_as_fill() -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_plans_of_all_systems_pass_the_check(name: str) -> None:
+    systems = compared(name).systems
+    assert {"stage0", "balanced", "balanced-best", "three-phase"} <= set(plan_making_systems())
+    for system in systems.values():
+        if system.name in plan_making_systems():
+            assert system.search_result is not None
+            plan = bound(system.search_result.plan, system.search_result.context)
+            report = check_plan(plan)
+            assert report.ok, (system.name, report.violations[0])
+            assert report.step_s == pytest.approx(system.step_s, rel=1e-9)
+            assert system.memory.total == pytest.approx(max(held.peak for held in plan.memory))
+
+
+def test_systems_are_registered_under_their_names_and_two_fill_bubbles() -> None:
     assert [load_system(name).name for name in SYSTEMS] == list(SYSTEMS)
-    assert {load_system(name).allowed_as for name in plan_making_systems()} == {"fill"}
+    assert [name for name in SYSTEMS if load_system(name).allowed_as == "fill"] == ["paper", "optimus"]
 
 
 def test_job_files_name_the_systems_of_the_registry() -> None:

@@ -177,11 +177,14 @@ class _Graph:
         for sent, kinds in took.items():
             arriving = np.flatnonzero(messages.kind == sent)
             for kind in kinds:
+                module, chunk = messages.module[arriving], messages.receiver_chunk[arriving]
+                if sent == OpKind.SEND_SEAM_B:
+                    chunk = header.last_virtual[module] // header.pp[module]
                 key = lines.op_key(
                     messages.receiver[arriving],
-                    messages.module[arriving],
+                    module,
                     np.full(len(arriving), kind),
-                    messages.receiver_chunk[arriving],
+                    chunk,
                     messages.microbatch[arriving],
                 )
                 op = ops.number[key]
@@ -189,8 +192,9 @@ class _Graph:
         arriving = np.flatnonzero(messages.kind == OpKind.SEND_SEAM)
         zeros = np.zeros(len(arriving), np.int64)
         fed = messages.microbatch[arriving] // header.per_llm_microbatch[messages.module[arriving]]
+        chunk = zeros + header.plan.entry_chunk
         key = lines.op_key(
-            messages.receiver[arriving], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed
+            messages.receiver[arriving], zeros + header.llm, zeros + OpKind.FORWARD, chunk, fed
         )
         yield ops.number[key], self._sent[arriving]
         # Inputs that are produced on the same class.
@@ -203,21 +207,25 @@ class _Graph:
             waiting = np.flatnonzero(needs)
             yield waiting, lines.end_of(*self._same(waiting, kind))
         alone = header.pp[ops.module] == 1
-        waiting = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & (ops.virtual > 0))
+        follows = ops.virtual > header.first_virtual[ops.module]
+        waiting = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & follows)
         yield waiting, lines.end_of(*self._same(waiting, OpKind.FORWARD, chunk=-1))
-        waiting = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
+        waiting = np.flatnonzero(alone & backward & (ops.virtual < header.last_virtual[ops.module]))
         device, module, _, chunk, microbatch = self._same(waiting, OpKind.BACKWARD, chunk=1)
         yield waiting, lines.backward_end(device, module, chunk, microbatch)
         # The seam, where encoder and LLM are on one class.
-        local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+        entry_chunk = header.plan.entry_chunk
+        local = (ops.module != header.llm) & (ops.virtual == header.last_virtual[ops.module])
         local &= header.entry[ops.device] == ops.device
         feeding = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
         zeros, fed = np.zeros(len(feeding), np.int64), self._llm_microbatch(feeding)
-        key = lines.op_key(ops.device[feeding], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
+        key = lines.op_key(
+            ops.device[feeding], zeros + header.llm, zeros + OpKind.FORWARD, zeros + entry_chunk, fed
+        )
         yield ops.number[key], ops.last[feeding]
         waiting = np.flatnonzero(local & backward)
         zeros, fed = np.zeros(len(waiting), np.int64), self._llm_microbatch(waiting)
-        yield waiting, lines.backward_end(ops.device[waiting], zeros + header.llm, zeros, fed)
+        yield waiting, lines.backward_end(ops.device[waiting], zeros + header.llm, zeros + entry_chunk, fed)
 
     def _llm_microbatch(self, ops: Ints) -> Ints:
         """Returns the LLM microbatch that encoder ops feed."""
