@@ -12,7 +12,7 @@ from optimus.ir.binding import flatten_and_hash_parts
 from optimus.ir.op import OpKind, regathers_inputs
 from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.job.model import Encoder
+from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import lower_to_plan
 from optimus.planner.layouts import encoder_layout_error
@@ -70,13 +70,20 @@ def bound(plan: Plan, context: PlanningContext) -> Plan:
 
 
 def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) -> PipelineCandidate:
-    """Cut anywhere: some virtual stages may be empty. `splits`: backwards may be I and W."""
+    """A random pipeline of the LLM alone. `splits`: backwards may be I and W."""
+    return random_pipeline(rng, context, (context.job.model.llm,), splits=splits)
+
+
+def random_pipeline(
+    rng: Random, context: PlanningContext, modules: tuple[Encoder | Llm, ...], *, splits: bool = True
+) -> PipelineCandidate:
+    """Cut anywhere: some virtual stages may be empty."""
     size, stages = context.microbatch_sequences, context.layout.pp
     divided = context.microbatches(size)
     assert divided is not None
-    microbatches, llm = divided[0], context.job.model.llm
-    policy = rng.choice(list(context.recompute_policies((llm,))))
-    layers = context.layers((llm,), size, policy)
+    microbatches = divided[0]
+    policy = rng.choice(list(context.recompute_policies(modules)))
+    layers = context.layers(modules, size, policy)
     chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
     known = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])

@@ -129,6 +129,17 @@ def test_plans_of_all_systems_pass_the_check(name: str) -> None:
             assert system.memory.total == pytest.approx(max(held.peak for held in plan.memory))
 
 
+@pytest.mark.ci("search")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["cpu/tiny-vl", "paper/small-a100"])
+def test_optimus_is_no_slower_than_the_systems_that_it_contains(name: str) -> None:
+    contained = ("stage0", "balanced", "balanced-best", "three-phase")
+    systems = compare_systems(find_job(name), names=[*contained, "optimus"]).systems
+    for other in contained:
+        if systems[other].fits:
+            assert systems["optimus"].step_s <= 1.002 * systems[other].step_s, other
+
+
 def test_systems_are_registered_under_their_names_and_two_fill_bubbles() -> None:
     assert [load_system(name).name for name in SYSTEMS] == list(SYSTEMS)
     assert [name for name in SYSTEMS if load_system(name).allowed_as == "fill"] == ["paper", "optimus"]

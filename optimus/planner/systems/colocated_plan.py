@@ -200,14 +200,19 @@ class ColocatedPlanBuilder:
         name, cost_model = choice.encoder.name, self.context.cost_model
         across = cost_model.stages_cross_nodes(self.llm.layout)
         chunks: list[PlannedChunk] = []
-        for layers in choice.virtual_stages:
+        output = 0.0
+        for virtual, layers in enumerate(choice.virtual_stages):
             phases = {kind: self.context.build_template(layers, kind) for kind in choice.kinds}
+            if (
+                not layers and chunks and any(choice.virtual_stages[virtual:])
+            ):  # between layers of the encoder
+                phases = {kind: PASS_THROUGH_TEMPLATES[kind] for kind in chunks[-1].templates}
             if phases.get(OpKind.WEIGHT_GRAD) and not phases[OpKind.INPUT_GRAD]:  # of a patch embedding
                 phases[OpKind.INPUT_GRAD] = PASS_THROUGH_TEMPLATES[OpKind.INPUT_GRAD]
             templates = {
                 kind: self._name(name, kind, template) for kind, template in phases.items() if template
             }
-            output = layers[-1].output_bytes if layers else 0.0
+            output = layers[-1].output_bytes if layers else output
             saved, recomputed = choice.activation_bytes_of(layers)
             chunks.append(
                 PlannedChunk(
