@@ -15,6 +15,7 @@ from random_plans import bound
 
 from optimus.cost.assumptions import get_preset
 from optimus.ir.op import Lane, OpKind
+from optimus.ir.planfile import load_plan, save_plan
 from optimus.job.layout import BaselineSystem, CurrentPlacement
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
@@ -116,7 +117,7 @@ def test_all_systems_are_made_for_a_paper_job() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_plans_of_all_systems_pass_the_check(name: str) -> None:
+def test_plans_of_all_systems_pass_the_check(name: str, tmp_path: Path) -> None:
     systems = compared(name).systems
     assert {"stage0", "balanced", "balanced-best", "three-phase"} <= set(plan_making_systems())
     for system in systems.values():
@@ -126,6 +127,9 @@ def test_plans_of_all_systems_pass_the_check(name: str) -> None:
             report = check_plan(plan)
             assert report.ok, (system.name, report.violations[0])
             assert report.step_s == pytest.approx(system.step_s, rel=1e-9)
+            save_plan(plan, tmp_path / "plan.json")
+            read = load_plan(tmp_path / "plan.json")
+            assert read.modules == plan.modules and check_plan(read).ok
             assert system.memory.total == pytest.approx(max(held.peak for held in plan.memory))
 
 

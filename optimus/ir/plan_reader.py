@@ -171,7 +171,7 @@ def _check_layout(node: DocumentNode, layout: Layout, llm: Layout | None) -> Non
                 problem, f"use {format_nearest_divisors(layout.dp * layout.cp * layout.tp, layout.ep)}"
             )
         return
-    for axis in ("cp", "ep", "chunks"):
+    for axis in ("cp", "ep"):
         if getattr(layout, axis) != 1:
             raise node[axis].error("is not 1, and this is an encoder", "use 1")
     for axis, outer in (("pp", llm.pp), ("tp", llm.tp)):

@@ -10,7 +10,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 
-Sharing = Literal["pieces", "busiest", "replica", "all"]
+Sharing = Literal["pieces", "busiest", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,6 @@ class EncoderBins:
     `sharing` says which rows of the schedule a bin loads:
       pieces   encoder microbatch `m * bins + b` is bin b of LLM microbatch m
       busiest  encoder microbatch m takes as long as the fullest of its bins
-      replica  images of all microbatches of a replica are dealt at once; the fullest bin loads every row
       all      microbatch m of all replicas together, split evenly
     """
 

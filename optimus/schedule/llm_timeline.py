@@ -106,6 +106,8 @@ class LlmTimeline:
         device = self._plan.ranks.class_at(stage, 0, 0)
         here = np.flatnonzero(schedule.device == device)
         works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != OpKind.OPTIMIZER)]
+        if not len(works):  # before the LLM's first virtual stage: forwards get one half, backwards the other
+            return [], [], (self.end_s / 2, self.end_s / 2)
         takes = timeline.finish_s[works] > timeline.start_s[works]
         works = works[takes] if takes.any() else works  # a stage without layers only passes tensors on
         first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
@@ -149,16 +151,15 @@ class LlmTimeline:
     def compute_span_s(self, stage: int, every: int) -> tuple[float, float]:
         """Returns when the LLM starts to compute and when all ends, on every `every`th stage from `stage`.
 
-        The earliest start, relative to stage 0's, and the latest end.
+        The earliest start, relative to the entry stage's, and the latest end.
         """
         begins, ends = [], []
-        first = self._stage_bubbles[0][2][0]
+        first = self._stage_bubbles[self._plan.ranks.entry_stage][2][0]
         for number in range(stage, self._plan.ranks.llm.pp, every):
             begins.append(self._stage_bubbles[number][2][0] - first)
             here = self._schedule.device == self._plan.ranks.class_at(number, 0, 0)
-            ends.append(
-                float(self._timeline.finish_s[here & (self._schedule.kind != OpKind.OPTIMIZER)].max())
-            )
+            works = here & (self._schedule.kind != OpKind.OPTIMIZER)
+            ends.append(float(self._timeline.finish_s[works].max(initial=0.0)))
         return min(begins), max(ends)
 
     def traffic_order(self) -> dict[tuple[OpKind, int, int], int]:

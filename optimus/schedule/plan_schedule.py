@@ -31,7 +31,8 @@ def build_schedule_from_table(lines: ProgramTable, *, ordered: bool = True) -> S
     streams), only the LLM's communication after the LLM's compute.
     """
     plan, graph = lines.header.plan, _Graph(lines)
-    edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
+    pairs = [*graph.edges(), graph.posted(ordered=ordered), *(() if ordered else (graph.before_optimizer(),))]
+    edges = [np.stack(pair, axis=1) for pair in pairs]
     dep_offset, deps = edges_to_csr(np.concatenate(edges), len(lines))
     return Schedule(
         modules=plan.names,
@@ -144,6 +145,15 @@ class _Graph:
         rows = np.flatnonzero(talks & (before >= 0))
         rows = rows[lines.device[before[rows]] == lines.device[rows]]
         return rows, before[rows]
+
+    def before_optimizer(self) -> Edges:
+        """Returns waits of the optimizer for all encoder ops of its class, which have no fixed order."""
+        lines, ops = self._lines, self._lines.ops
+        finish = np.full(self._header.devices, -1, np.int64)
+        ends = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
+        finish[lines.device[ends]] = ends
+        mine = np.flatnonzero((ops.module != self._header.llm) & (finish[ops.device] >= 0))
+        return finish[ops.device[mine]], ops.last[mine]
 
     def _inside_ops(self) -> Iterator[Edges]:
         header, ops = self._header, self._lines.ops

@@ -110,7 +110,9 @@ class ColocatedPlanBuilder:
     @cached_property
     def ranks(self) -> RankGrid:
         layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
-        return RankGrid(layouts={**layouts, LLM: self.llm.layout})
+        return RankGrid(
+            layouts={**layouts, LLM: self.llm.layout}, entry_stage=self._entry % self.llm.layout.pp
+        )
 
     def header(self, *, strategy: str) -> Plan:
         """Returns the plan without programs and claims."""
@@ -203,12 +205,12 @@ class ColocatedPlanBuilder:
         output = 0.0
         for virtual, layers in enumerate(choice.virtual_stages):
             phases = {kind: self.context.build_template(layers, kind) for kind in choice.kinds}
-            if (
-                not layers and chunks and any(choice.virtual_stages[virtual:])
-            ):  # between layers of the encoder
-                phases = {kind: PASS_THROUGH_TEMPLATES[kind] for kind in chunks[-1].templates}
-            if phases.get(OpKind.WEIGHT_GRAD) and not phases[OpKind.INPUT_GRAD]:  # of a patch embedding
-                phases[OpKind.INPUT_GRAD] = PASS_THROUGH_TEMPLATES[OpKind.INPUT_GRAD]
+            earlier = chunks[-1].templates if chunks else {}
+            if layers or (earlier and any(choice.virtual_stages[virtual:])):
+                # Layers without kernels, and stages between layers, pass tensors and gradients on.
+                needed = {OpKind.FORWARD, *earlier} - {OpKind.WEIGHT_GRAD}
+                needed |= {OpKind.INPUT_GRAD} if phases.get(OpKind.WEIGHT_GRAD) else set()
+                phases |= {kind: PASS_THROUGH_TEMPLATES[kind] for kind in needed if not phases.get(kind)}
             templates = {
                 kind: self._name(name, kind, template) for kind, template in phases.items() if template
             }

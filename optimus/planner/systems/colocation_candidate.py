@@ -248,7 +248,8 @@ class ColocationCandidate:
                 resident = min(count, self._pipeline_window(encoder, window))
                 held += resident * sum(encoder.activation_bytes[encoder_stage])
                 held += self._added_at_p99(encoder, encoder_stage, resident)
-                held += round(encoder.layers[-1].output_bytes) * len(encoder.pipelines) if stage == 0 else 0
+                takes_rows = stage == self._scheduled.ranks.entry_stage
+                held += round(encoder.layers[-1].output_bytes) * len(encoder.pipelines) if takes_rows else 0
             peaks.append(held)
         return max(peaks)
 
