@@ -188,6 +188,8 @@ def _module(node: DocumentNode, name: str, file: _PlanDocument) -> PlannedModule
     layout = entry.layout
     _check_length(node["chunks"], layout.virtual_stages, "chunks")
     _check_indices(node["chunks"], entry.chunks, len(file.chunks))
+    if not any(file.chunks[place].templates for place in entry.chunks):
+        raise node["chunks"].error("has no chunk with a template", "give the module something to run")
     _check_length(node["buckets"], layout.pp, "stages")
     for stage, places in enumerate(entry.buckets):
         _check_indices(node["buckets"][stage], places, len(file.buckets))
