@@ -95,6 +95,7 @@ class Case:
     slots: bool = True  # work of encoders may stand between a launch and its wait
     odd: bool = False  # as many heads and columns as do not go round
     strategy: str = "fill"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
+    small_encoders: bool = True  # every TP rank of a pipeline's stage may have a copy of an encoder
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
@@ -405,6 +406,7 @@ SYSTEMS = [
         "balanced", "interleaved", ranks=4, pp=2, chunks=4, layers=8, plain=True, sharded=True, clip=0.05
     ),
     _system("balanced", "tp 2", ranks=4, pp=2, tp=2, encoders=((1, 1),) * 2, layers=6),
+    _system("balanced", "tp 2, encoder too", ranks=4, pp=2, tp=2, small_encoders=False, layers=6, tied=True),
     _system("balanced", "frozen llm", ranks=2, pp=2, frozen_llm=True, windows=True, sections=True),
     _system("balanced", "eight: pp 4 x dp 2 interleaved", ranks=8, pp=4, chunks=2, layers=8, tied=True),
     _system("balanced-best", "two stages", ranks=2, pp=2, layers=8, microbatches=8),

@@ -42,6 +42,7 @@ from optimus.job import workload
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
 from optimus.models.sample import ItemKeys, Sample, SampleItem
+from optimus.planner import context
 
 TIMEOUT_S = 30
 LR = 1e-3
@@ -400,6 +401,7 @@ def limits(case: Case) -> Iterator[None]:
     with (
         patch.object(workload, "CAPACITY_SIGMAS", case.sigmas),
         patch.object(dealing, "MAX_REPLICAS", case.dealing),
+        patch.object(context, "SMALL_ENCODER_SHARE", context.SMALL_ENCODER_SHARE * case.small_encoders),
     ):
         yield
 

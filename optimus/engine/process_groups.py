@@ -38,12 +38,12 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
     ranks, axes = plan.ranks, list[GroupAxis]()
     like_llm = [name for name, layout in ranks.layouts.items() if layout == ranks.llm]
     for name, module in plan.modules.items():
-        for axis, members in (("dp", _replicas), ("tp", _tp_members))[: 1 + (module.layout.tp > 1)]:
-            # Members run one program, so they use a group that modules share in one order.
-            shared_with = f"{like_llm[0]}.{axis}" if name in like_llm[1:] else ""
-            axes.append(
-                GroupAxis(name=f"{name}.{axis}", members=members(ranks, name), shared_with=shared_with)
-            )
+        # Members run one program, so that they use a group of several modules in one order. Not so for tp:
+        # a side stream launches collectives of one module, in an order that others do not know.
+        shared_with = f"{like_llm[0]}.dp" if name in like_llm[1:] else ""
+        axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name), shared_with=shared_with))
+        if module.layout.tp > 1:
+            axes.append(GroupAxis(name=f"{name}.tp", members=_tp_members(ranks, name)))
         for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axis = f"{name}.{direction}.{colour}"

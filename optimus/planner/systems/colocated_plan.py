@@ -378,11 +378,11 @@ class ColocatedPlanBuilder:
     def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
         """Returns the sizes of the communicators of an encoder on a rank of one stage.
 
-        An encoder in the LLM's pipeline has the LLM's stages, and where its tp is the LLM's, all its groups.
+        An encoder in the LLM's pipeline has the LLM's stages, and where its tp is the LLM's, its replicas too.
         """
         layout = choice.layout
         if choice.pipeline_cut:
-            return [] if layout.tp == self.llm.layout.tp else [layout.dp, layout.tp]
+            return [layout.tp, *([] if layout.tp == self.llm.layout.tp else [layout.dp])]
         leaves = layout.pp > 1 or stage > 0 or self.llm.layout.pp > layout.pp  # rows cross the seam
         return [layout.dp, layout.tp, min(layout.pp, 2), 2 if leaves else 1]
 
