@@ -190,7 +190,7 @@ def test_only_encoder_work_is_scaled(mixed: Comparison) -> None:
 @pytest.mark.ci("search")
 def test_some_replicas_stand_for_all() -> None:
     """On small cases: never more than playing all of them says, and hardly less."""
-    comparison = compare_systems(uneven(few_layers(32, pp=2)), names=("stage0", "three-phase", "paper"))
+    comparison = compare_systems(uneven(few_layers(32, pp=2)), names=("stage0", "balanced", "paper"))
     assert feeding_of(comparison, "stage0").replicas == 8
     some = simulate_batches(comparison, comparison.systems, count=6)
     whole = simulate_batches(comparison, comparison.systems, count=6, all_replicas=True)

@@ -51,7 +51,7 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
             simulate_schedule(pipeline.schedule()).step_s,
         )
         # Ops of a plan are finer: an encoder's backward may hide a reduce of the LLM's.
-        assert 0.98 * coarse <= fine <= 1.002 * coarse
+        assert 0.98 * coarse <= fine <= 1.006 * coarse
 
 
 # ------------------------------------------------------------------------ every system of a job
