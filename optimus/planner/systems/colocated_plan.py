@@ -378,7 +378,7 @@ class ColocatedPlanBuilder:
     def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
         """Returns the sizes of the communicators of an encoder on a rank of one stage.
 
-        An encoder in the LLM's pipeline has the LLM's stages, and where its tp is the LLM's, its replicas too.
+        An encoder in the LLM's pipeline has its stages, and where its tp is the LLM's, its replicas too.
         """
         layout = choice.layout
         if choice.pipeline_cut:
