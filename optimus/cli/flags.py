@@ -48,10 +48,7 @@ ProfileFlag = Annotated[
 ]
 JsonFlag = Annotated[bool, describe_option(help="print one JSON object instead of text")]
 StrategyFlag = Annotated[
-    str,
-    describe_option(
-        metavar="NAME", help="the system to plan: optimus (ours), paper (the paper's algorithm), ..."
-    ),
+    str, describe_option(metavar="NAME", help="scheduler: paper (the paper's algorithm) or optimus (ours)")
 ]
 SystemsFlag = Annotated[
     tuple[str, ...],

@@ -51,7 +51,7 @@ class SimulatedSystem:
     @property
     def search_result(self) -> SearchResult | None:
         """The search and its plan, of a system that makes one."""
-        return self.candidate.search_result()
+        return self.candidate if isinstance(self.candidate, SearchResult) else None
 
 
 class BaseCandidate(ABC):
@@ -77,10 +77,6 @@ class BaseCandidate(ABC):
     @property
     def device_gpus(self) -> Floats | None:
         """None: every device of the schedule represents equally many GPUs."""
-        return None
-
-    def search_result(self) -> SearchResult | None:
-        """None: no plan describes the configuration."""
         return None
 
 
@@ -110,8 +106,7 @@ class BaseSystem(ABC):
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
-        context, schedule, result = candidate.context, candidate.schedule(), candidate.search_result()
-        memories = candidate.memories if result is None else result.memories
+        context, memories, schedule = candidate.context, candidate.memories, candidate.schedule()
         job, timeline = context.job, _simulate_in_context(context, schedule)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
