@@ -184,7 +184,7 @@ def test_large_yaml_is_refused_before_it_is_read(text: str, tmp_path: Path) -> N
     started = time.process_time()
     with pytest.raises(UserError):
         load_job(tmp_path / "job.yaml")
-    assert time.process_time() - started < most_s()
+    assert time.process_time() - started < 0.7 * most_s()
 
 
 # ---------------------------------------------------------------------------- mutated files

@@ -1,4 +1,4 @@
-"""What a run says of its steps: lines of JSON, TensorBoard and W&B read back, and trackers that fail."""
+"""A run reports its steps: lines of JSON, TensorBoard and W&B read back, and trackers that fail."""
 
 from __future__ import annotations
 
