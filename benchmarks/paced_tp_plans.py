@@ -132,7 +132,7 @@ class _Dealt(ColocationCandidate):
         return replace(placed, pipelines=_deal(self.counts)) if folded else placed
 
     def coarse(self) -> FilledPlan:
-        orders = list(order_encoders_around_llm(self.header, self.base))
+        orders = list(order_encoders_around_llm(self.header, self.base.rows_of_llm(self.header)))
         header, orders = expand_orders_to_tp_blocks(
             self._unfolded.header(strategy="optimus"), self.header, orders
         )

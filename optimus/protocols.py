@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optimus.models.segment import Gradients, NeedsGrad, State
     from optimus.planner.batch_assignment import BatchAssignment
     from optimus.planner.context import PlanningContext
+    from optimus.planner.filled_plan import SearchResult
     from optimus.planner.systems.base import SimulatedSystem
     from optimus.planner.systems.llm_only import LlmPipelines
 
@@ -59,6 +60,9 @@ class SystemCandidate(Protocol):
     def schedule(self) -> Schedule:
         """Returns one training step, kernel by kernel."""
 
+    def search_result(self) -> SearchResult | None:
+        """Returns the plan that the configuration is saved and run as; None if no plan describes it."""
+
     def batch_assignment(self) -> BatchAssignment:
         """Returns how the sequences of a batch are assigned to replicas, microbatches and encoder bins."""
 
@@ -79,7 +83,7 @@ class System(Protocol):
 
     @property
     def makes_plan(self) -> bool:
-        """True if its candidates are `SearchResult`s, with a plan that can be saved and run."""
+        """True if its candidates have a `search_result`, with a plan that can be saved and run."""
 
     @property
     def needs_llm_pipeline(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from random_plans import bound
 
@@ -19,10 +19,15 @@ from optimus.job.layout import Layout, LayoutConstraints, PartialLayout, SearchL
 from optimus.job.model import Encoder, Llm, Mlp, Model, Projector, Stack
 from optimus.job.read import load_cluster
 from optimus.job.workload import CAPACITY_SIGMAS, PackedSequence, Workload
+from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.llm_only import build_llm_pipeline
+from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
+from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline_search import search_pipelines
+from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
+from optimus.planner.systems.three_phase import ThreePhaseCandidate, list_three_phase_candidates
 
 TOKENS = 24
 SEQUENCES = {
@@ -78,10 +83,11 @@ class Case:
     plain: bool = False  # LayerNorm, biases, learned positions, plain MLP
     windows: bool = False
     sections: bool = False  # multimodal rotary
-    recompute: str = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     preset: str = "default"
     segments: bool = False  # each segment is played for itself, also where nothing stands between them
     layers: int = 4
+    cut: tuple[int, ...] = ()  # of the LLM's layers and ends at virtual stages
     width: int = 16  # of encoders; the LLM is twice as wide
     tokens: int = TOKENS  # of a sequence; images grow with it
     window: int = 0  # LLM microbatches of which encoders may keep something
@@ -89,6 +95,7 @@ class Case:
     slots: bool = True  # work of encoders may stand between a launch and its wait
     odd: bool = False  # as many heads and columns as do not go round
     strategy: str = "fill"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
+    small_encoders: bool = True  # every TP rank of a pipeline's stage may have a copy of an encoder
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
     dtype: str = "float64"
@@ -113,7 +120,7 @@ class Case:
             patch_inputs=12,
             positions=256 * (self.tokens // TOKENS) if self.plain else 0,
             train=name not in self.frozen + self.frozen_trunk,
-            recompute="none",
+            recompute="none" if self.strategy == "fill" else self.recompute,
         )
 
     @cached_property
@@ -133,7 +140,7 @@ class Case:
             tied=self.tied,
             positions=self.tokens if self.plain else 0,
             train=not self.frozen_llm,
-            recompute="none",
+            recompute="none" if self.strategy == "fill" else self.recompute,
         )
         sequences = []
         for lengths in SEQUENCES[self.images]:
@@ -158,12 +165,25 @@ class Case:
             ),
         )
 
+    def _candidate(self, context: PlanningContext) -> PipelineCandidate | ThreePhaseCandidate:
+        """Returns what another system than ours runs: its first candidate, without a search."""
+        if self.strategy == "three-phase":
+            llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order)
+            return min(list_three_phase_candidates(context, llm), key=lambda each: each.estimate_s)
+        if self.strategy == "balanced-best":
+            return search_pipelines(context, self.job.model.modules, starts=1, evaluations=0)[0]
+        by_rule = {"stage0": Stage0System, "balanced": BalancedSystem}[self.strategy]
+        return by_rule(chunks=self.chunks).best_pipeline(LlmPipelines(context))
+
     @cached_property
     def plan(self) -> Plan:
-        if self.strategy != "fill":
+        if self.strategy == "paper":
             return make_plan(self.job, strategy=self.strategy, assumptions=self.preset, systems=()).plan
         context, _ = choose_smallest_context(self.job, get_preset(self.preset))
+        if self.strategy != "fill":
+            return bound(self._candidate(context).filled.plan, context)
         llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
+        llm = llm.with_cut(self.cut) if self.cut else llm
         placements = {}
         for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
@@ -184,6 +204,7 @@ CASES = [
     Case(name="two ranks", ranks=2, pp=2),
     Case(name="one stage, two replicas", ranks=2, pp=1),
     Case(name="interleaved", ranks=2, pp=2, chunks=2, order="interleaved"),
+    Case(name="first virtual stage empty", ranks=2, pp=2, chunks=2, order="interleaved", cut=(0, 0, 2, 4, 6)),
     Case(name="zero-bubble", ranks=2, pp=2, order="zero-bubble", segments=True),
     Case(name="zero-bubble interleaved", ranks=2, pp=2, chunks=2, order="zero-bubble", layers=6),
     Case(name="encoder pipeline of two", ranks=2, pp=2, encoders=((2, 1),)),
@@ -363,6 +384,39 @@ CURVES = [
         Case(name="tp 2 x dp 4", ranks=8, pp=1, tp=2, encoders=((1, 2),)),
     )
     for dealing in (1, 2, 4)
+]
+
+
+def _system(strategy: str, name: str, **given: Any) -> Case:
+    return Case(name=f"{strategy}: {name}", strategy=strategy, **given)
+
+
+# Other systems than bubble filling: encoder layers in the LLM's pipeline, or all before and after it.
+SYSTEMS = [
+    _system("stage0", "two stages", ranks=2, pp=2, tied=True),
+    _system("stage0", "interleaved, two encoders", ranks=4, pp=2, chunks=2, layers=8, encoders=((1, 1),) * 2),
+    _system("stage0", "four stages, frozen trunk", ranks=4, pp=4, frozen_trunk=("vision",), layers=8),
+    _system("stage0", "tp 2", ranks=4, pp=2, tp=2, dropout=True, images="rare"),
+    _system("stage0", "two by two, recomputed", ranks=4, pp=2, sharded=True, clip=0.05, recompute="full"),
+    _system("balanced", "four stages, tied", ranks=4, pp=4, tied=True, dropout=True),
+    _system(
+        "balanced", "four stages, three encoders", ranks=4, pp=4, encoders=((1, 1),) * 3, frozen=("audio",)
+    ),
+    _system(
+        "balanced", "interleaved", ranks=4, pp=2, chunks=4, layers=8, plain=True, sharded=True, clip=0.05
+    ),
+    _system("balanced", "tp 2", ranks=4, pp=2, tp=2, encoders=((1, 1),) * 2, layers=6),
+    _system("balanced", "tp 2, encoder too", ranks=4, pp=2, tp=2, small_encoders=False, layers=6, tied=True),
+    _system("balanced", "frozen llm", ranks=2, pp=2, frozen_llm=True, windows=True, sections=True),
+    _system("balanced", "eight: pp 4 x dp 2 interleaved", ranks=8, pp=4, chunks=2, layers=8, tied=True),
+    _system("balanced-best", "two stages", ranks=2, pp=2, layers=8, microbatches=8),
+    _system("balanced-best", "four stages, two encoders", ranks=4, pp=4, encoders=((1, 1),) * 2, layers=8),
+    _system("balanced-best", "frozen trunk", ranks=4, pp=4, frozen_trunk=("vision",), layers=6, tied=True),
+    _system("balanced-best", "eight: pp 4 x tp 2", ranks=8, pp=4, tp=2, layers=8, sharded=True, clip=0.05),
+    _system("three-phase", "two stages", ranks=2, pp=2),
+    _system("three-phase", "two by two, two encoders", ranks=4, pp=2, encoders=((1, 1),) * 2, sequences=2),
+    _system("three-phase", "tp 2, three microbatches", ranks=4, pp=2, tp=2, microbatches=3, tied=True),
+    _system("three-phase", "eight: pp 4 x dp 2", ranks=8, pp=4, layers=8, images="tail", microbatches=8),
 ]
 
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from engine_bugs import BUGS
-from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, TP, TP_SHARDED, Case
+from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, SYSTEMS, TP, TP_SHARDED, Case
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
@@ -42,6 +42,7 @@ from optimus.job import workload
 from optimus.models.build import build_layers, named_parameters
 from optimus.models.collectives import ParamSplit, all_gather_single
 from optimus.models.sample import ItemKeys, Sample, SampleItem
+from optimus.planner import context
 
 TIMEOUT_S = 30
 LR = 1e-3
@@ -400,6 +401,7 @@ def limits(case: Case) -> Iterator[None]:
     with (
         patch.object(workload, "CAPACITY_SIGMAS", case.sigmas),
         patch.object(dealing, "MAX_REPLICAS", case.dealing),
+        patch.object(context, "SMALL_ENCODER_SHARE", context.SMALL_ENCODER_SHARE * case.small_encoders),
     ):
         yield
 
@@ -410,7 +412,7 @@ def main(what: str, names: list[str]) -> None:
     All plain ones if none is named; `sharded` and `tp` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT)}
+        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT, *SYSTEMS)}
         bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS}.get(what, BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
@@ -421,7 +423,14 @@ def main(what: str, names: list[str]) -> None:
         return
     look = {"bf16": compare_half, "logs": compare_logs, "curves": curve}.get(what, compare)
     steps = {"bf16": 3, "logs": 50, "curves": 50}.get(what) or int(what)
-    groups = {"sharded": SHARDED, "tp": TP, "tp-sharded": TP_SHARDED, "dealt": DEALT, "curves": CURVES}
+    groups = {
+        "sharded": SHARDED,
+        "tp": TP,
+        "tp-sharded": TP_SHARDED,
+        "dealt": DEALT,
+        "systems": SYSTEMS,
+        "curves": CURVES,
+    }
     if names and names[0] not in groups:
         every = (*CASES, *HALF, *chain.from_iterable(groups.values()))
         by_name = {case.name: case for case in every}

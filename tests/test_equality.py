@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_bugs import BUGS
-from engine_cases import CASES, CURVES, DEALT
+from engine_cases import CASES, CURVES, DEALT, SYSTEMS
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from worker_lines import run_worker
@@ -50,6 +50,24 @@ def test_a_few_plans_compute_what_one_process_does() -> None:
 @pytest.mark.timeout(1800)
 def test_all_plans_compute_what_one_process_does_also_after_twenty_steps() -> None:
     assert len(check_cases(20, timeout_s=1700)) == len(CASES) >= 24
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(240)
+def test_plans_of_other_systems_compute_what_one_process_does() -> None:
+    names = (
+        "stage0: interleaved, two encoders",
+        "balanced: four stages, three encoders",
+        "balanced-best: four stages, two encoders",
+        "three-phase: tp 2, three microbatches",
+    )
+    assert set(check_cases(2, *names, timeout_s=230)) == set(names)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+def test_all_plans_of_other_systems_compute_what_one_process_does() -> None:
+    assert len(check_cases(20, "systems", timeout_s=1700)) == len(SYSTEMS) >= 19
 
 
 @pytest.mark.ci("engine")

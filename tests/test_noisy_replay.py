@@ -145,13 +145,11 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     llm = random_llm(Random(seed), context)
     first, *inner, last = llm.cut
     moved = replace(llm, cut=(first, *(last - place for place in reversed(inner)), last))
-    alone, other = llm.schedule(), moved.schedule()
-    expected = llm_seconds(alone, ModulePlacement.of_pipeline(alone))
-    assert llm_seconds(other, ModulePlacement.of_pipeline(other)) == pytest.approx(expected, rel=ROUNDED)
-    filled = search_optimus_plan(context, [llm]).filled
-    assert llm_seconds(filled.schedule(), ModulePlacement.of_plan(filled.plan)) == pytest.approx(
-        expected, rel=ROUNDED
-    )
+    alone, other, filled = llm.filled, moved.filled, search_optimus_plan(context, [llm]).filled
+    expected = llm_seconds(alone.schedule(), ModulePlacement.of_plan(alone.plan))
+    for found in (other, filled):
+        places = ModulePlacement.of_plan(found.plan)
+        assert llm_seconds(found.schedule(), places) == pytest.approx(expected, rel=ROUNDED)
 
 
 @settings(max_examples=15, deadline=None)

@@ -376,5 +376,5 @@ def test_only_what_a_job_allows_is_compared() -> None:
 def test_a_job_that_leaves_out_filling_is_not_planned() -> None:
     job = small_job(pp=1, tp=2)
     none = replace(job, layout=replace(job.layout, limits=replace(job.layout.limits, allow=("fsdp",))))
-    with pytest.raises(UserError, match=r"layout\.limits\.allow = fsdp leaves out fill"):
+    with pytest.raises(UserError, match=r"layout\.limits\.allow = fsdp leaves out fill, which optimus does"):
         make_plan(none)

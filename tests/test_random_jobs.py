@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 from random_jobs import random_job, random_setting
-from random_plans import bound, random_llm, random_plan
+from random_plans import ROOM_BYTES, bound, random_llm, random_pipeline, random_plan
 
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.plan import Plan
@@ -16,7 +17,8 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import PaperSystem, search_paper_plan
 from optimus.verify.validator import check_plan
 
-STRATEGY = 33  # one plan in so many is the paper's; the others are arranged at random
+PIPELINE = 3  # one plan in so many is a pipeline of all modules, cut anywhere
+STRATEGY = 33  # one in so many is the paper's; the others are arranged at random
 CI, HEAVY = 500, 100_000
 CI_PART, HEAVY_PART = 250, 1_000
 
@@ -29,6 +31,9 @@ def setting_of(seed: int) -> PlanningContext:
 def made(seed: int) -> Plan | None:
     """The plan of a seed; None if there is none, for a reason that is told."""
     context, rng = setting_of(seed), Random(seed)
+    if seed % PIPELINE == 1:
+        plan = random_pipeline(rng, context, context.job.model.modules).filled.plan
+        return bound(replace(plan, capacity_bytes=ROOM_BYTES), context)
     if (seed + 1) % STRATEGY:
         return random_plan(rng, context)
     try:

@@ -48,7 +48,10 @@ ProfileFlag = Annotated[
 ]
 JsonFlag = Annotated[bool, describe_option(help="print one JSON object instead of text")]
 StrategyFlag = Annotated[
-    str, describe_option(metavar="NAME", help="scheduler: paper (the paper's algorithm) or optimus (ours)")
+    str,
+    describe_option(
+        metavar="NAME", help="the system to plan: optimus (ours), paper (the paper's algorithm), ..."
+    ),
 ]
 SystemsFlag = Annotated[
     tuple[str, ...],

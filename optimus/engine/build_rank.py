@@ -90,7 +90,7 @@ def build_rank_model(
             regather = plan.modules[module.name].regather
             how: dict[str, Any] = {"recompute": recompute, "regather": regather}
             grouped = list(map(group, layers))
-            if module.name == LLM and first == 0 and plan.dealing_replicas > 1:
+            if module.name == LLM and first == 0 < end and plan.dealing_replicas > 1:
                 grouped[0] = [layers[0][0].make_exchange(groups.deal_group(plan), "deal"), *grouped[0]]
             chunk = SegmentedChunk(grouped, **how, rows_in=rows_in, rows_out=rows_out)
             module_chunks.append(chunk)
@@ -120,7 +120,7 @@ def _tied_ends(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the weights of a tied embedding and of a tied head in a range that holds only one of them."""
     last = count_layers(module)
-    if not isinstance(module, Llm) or not module.tied or (first, end) == (0, last):
+    if not isinstance(module, Llm) or not module.tied or (first, end) == (0, last) or first == end:
         return [], []
     embedding = [layers[0][0].weight] if first == 0 else []
     head = [layers[-1][0].weight] if end == last else []

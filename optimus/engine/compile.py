@@ -207,7 +207,7 @@ class ProgramCompiler:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
         if kind != OpKind.FORWARD:
             key: Key = (BACKWARD, module, virtual, microbatch)
-            if module == LLM and virtual == len(self.plan.modules[LLM].chunks) - 1:
+            if module == LLM and virtual == self._last_virtual(LLM):
                 return partial(self._begin_at_loss, chunk, microbatch), []
             return partial(self._begin_backward, chunk, key, microbatch), [key]
         keys = self._input_keys(module, virtual, microbatch)
@@ -216,7 +216,7 @@ class ProgramCompiler:
 
     def _input_keys(self, module: str, virtual: int, microbatch: int) -> list[Key]:
         """Returns the keys of the messages that a forward takes, in the order of its inputs."""
-        if virtual:
+        if virtual != self.plan.modules[module].virtual_stages[0]:
             return [(FORWARD, module, virtual, microbatch)]
         if module != LLM:
             return []
@@ -230,8 +230,8 @@ class ProgramCompiler:
     def _needs_grad(self, key: Key) -> bool:
         """Returns whether the chunk that produces a message runs a backward."""
         payload, module, virtual, _ = key
-        chunks = self.plan.modules[module].chunks
-        producer = chunks[-1] if payload == ROWS else chunks[virtual - 1]
+        virtual = self._last_virtual(module) if payload == ROWS else virtual - 1
+        producer = self.plan.modules[module].chunks[virtual]
         return OpKind.BACKWARD in producer.templates or OpKind.INPUT_GRAD in producer.templates
 
     def _begin_forward(
@@ -245,7 +245,8 @@ class ProgramCompiler:
     ) -> None:
         batch = self.step_state.batch
         assert batch is not None
-        inputs = list(() if virtual else batch.inputs(module, microbatch))
+        first = virtual == self.plan.modules[module].virtual_stages[0]
+        inputs = list(batch.inputs(module, microbatch) if first else ())
         needs_grad = [False] * len(inputs)
         for key, key_needs_grad in zip(keys, keys_need_grad, strict=True):
             tensors = self.mailbox.take(key)
@@ -265,9 +266,8 @@ class ProgramCompiler:
 
     def _bind_end(self, module: str, kind: OpKind, virtual: int, microbatch: int) -> Run:
         chunk = self.chunks[module][virtual // self.plan.modules[module].layout.pp]
-        last = len(self.plan.modules[module].chunks) - 1
         if kind == OpKind.FORWARD:
-            if virtual < last:
+            if virtual < self._last_virtual(module):
                 return partial(
                     self._put_output, chunk, microbatch, (FORWARD, module, virtual + 1, microbatch)
                 )
@@ -286,8 +286,11 @@ class ProgramCompiler:
     def _backward_key(self, key: Key) -> Key:
         """Returns the key under which the gradient of a message goes back to its producer."""
         payload, module, virtual, microbatch = key
-        producer = len(self.plan.modules[module].chunks) - 1 if payload == ROWS else virtual - 1
+        producer = self._last_virtual(module) if payload == ROWS else virtual - 1
         return BACKWARD, module, producer, microbatch
+
+    def _last_virtual(self, module: str) -> int:
+        return self.plan.modules[module].virtual_stages[-1]
 
     def _put_output(self, chunk: Chunk, microbatch: int, key: Key) -> None:
         self.mailbox.put(key, chunk.output(microbatch))
@@ -313,7 +316,7 @@ class ProgramCompiler:
     def _specs_under(self, key: Key) -> tuple[TensorSpec, ...]:
         """Returns the specs of the message under a key."""
         payload, module, virtual, microbatch = key
-        last = len(self.plan.modules[module].chunks) - 1
+        last = self._last_virtual(module)
         if payload == ROWS or (payload == BACKWARD and module != LLM and virtual == last):
             return self.specs.encoder_rows(module, microbatch)
         receiver = virtual if payload == FORWARD else virtual + 1
@@ -342,7 +345,7 @@ class ProgramCompiler:
         """Returns the key of the message that a line sends or receives."""
         layout = self.plan.modules[module].layout
         virtual = chunk * layout.pp + self.plan.ranks.stage_of(module, self.device)
-        last = len(self.plan.modules[module].chunks) - 1
+        last = self._last_virtual(module)
         return {
             OpKind.SEND_F: (FORWARD, module, virtual + 1, microbatch),
             OpKind.RECV_F: (FORWARD, module, virtual, microbatch),

@@ -30,13 +30,18 @@ class GroupAxis:
 
     name: str
     members: Callable[[int], Members]
+    shared_with: str = ""  # an earlier axis with the same groups
 
 
 def list_group_axes(plan: Plan) -> list[GroupAxis]:
     """Returns every axis of a plan, in the order in which all ranks make their groups."""
     ranks, axes = plan.ranks, list[GroupAxis]()
+    like_llm = [name for name, layout in ranks.layouts.items() if layout == ranks.llm]
     for name, module in plan.modules.items():
-        axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name)))
+        # Members run one program, so that they use a group of several modules in one order. Not so for tp:
+        # a side stream launches collectives of one module, in an order that others do not know.
+        shared_with = f"{like_llm[0]}.dp" if name in like_llm[1:] else ""
+        axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name), shared_with=shared_with))
         if module.layout.tp > 1:
             axes.append(GroupAxis(name=f"{name}.tp", members=_tp_members(ranks, name)))
         for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
@@ -50,7 +55,7 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
                     axes.append(GroupAxis(name=axis, members=_seam(ranks, name, pipeline)))
     if plan.dealing_replicas > 1:
         axes.append(GroupAxis(name=f"{LLM}.deal", members=_dealing_members(ranks, plan.dealing_replicas)))
-    if ranks.llm.pp > 1:
+    if ranks.entry_stage < ranks.llm.pp - 1:
         axes.append(GroupAxis(name="ends", members=_ends(ranks)))
     return axes
 
@@ -76,7 +81,7 @@ def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
 def find_stage_peer(plan: Plan, rank: int, module: str, kind: OpKind) -> tuple[str, int]:
     """Returns the axis that carries a transfer of this rank, and the rank at its other end.
 
-    For the seam seen from stage 0 the axis depends on the microbatch: see `find_seam_peer`.
+    For the seam seen from the LLM the axis depends on the microbatch: see `find_seam_peer`.
     """
     ranks, pp = plan.ranks, plan.modules[module].layout.pp
     device = ranks.class_of(rank)
@@ -108,7 +113,7 @@ def find_receiving_tp_ranks(plan: Plan, module: str, microbatch: int) -> range:
 
 
 def receives_encoder_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
-    """Returns whether rows of an encoder microbatch arrive at a rank of stage 0."""
+    """Returns whether rows of an encoder microbatch arrive at a rank of the LLM's entry stage."""
     return plan.ranks.place(LLM, rank).tp in find_receiving_tp_ranks(plan, module, microbatch)
 
 
@@ -133,13 +138,13 @@ def _tp_members(ranks: RankGrid, module: str) -> Callable[[int], Members]:
 
 
 def _dealing_members(ranks: RankGrid, replicas: int) -> Callable[[int], Members]:
-    """Returns the ranks of stage 0 that exchange rows of dealt images with a rank of it."""
+    """Returns the ranks of the entry stage that exchange rows of dealt images with a rank of it."""
 
     def members(rank: int) -> Members:
         place = ranks.place(LLM, rank)
         first = place.dp - place.dp % replicas
-        group = (ranks.rank_of(0, first + other, place.cp, place.tp) for other in range(replicas))
-        return () if place.pp else tuple(group)
+        group = (ranks.rank_of(place.pp, first + other, place.cp, place.tp) for other in range(replicas))
+        return tuple(group) if place.pp == ranks.entry_stage else ()
 
     return members
 
@@ -171,20 +176,19 @@ def _pairs(ranks: RankGrid, module: str, colour: str) -> Callable[[int], Members
 
 
 def _remote_pipelines(ranks: RankGrid, module: str) -> list[int]:
-    """Returns the pipelines of an encoder whose last stage is not on LLM stage 0."""
-    return [
-        pipeline for pipeline in range(ranks.num_pipelines(module)) if _last_stage(ranks, module, pipeline)
-    ]
+    """Returns the pipelines of an encoder that do not end on the LLM's entry stage."""
+    pipelines = range(ranks.num_pipelines(module))
+    return [p for p in pipelines if _exit_stage(ranks, module, p) != ranks.entry_stage]
 
 
-def _last_stage(ranks: RankGrid, module: str, pipeline: int) -> int:
+def _exit_stage(ranks: RankGrid, module: str, pipeline: int) -> int:
     """Returns the LLM stage on which an encoder pipeline ends."""
     layout, llm = ranks.layouts[module], ranks.llm
-    return pipeline // (llm.tp // layout.tp) // llm.cp * layout.pp + layout.pp - 1
+    return pipeline // (llm.tp // layout.tp) // llm.cp * layout.pp + ranks.exit_stage(module)
 
 
 def _seam_ends(ranks: RankGrid, module: str, pipeline: int, like: int) -> Members:
-    """Returns the ranks on LLM stage 0 and at the last stage of an encoder pipeline, placed as `like`.
+    """Returns the ranks on the LLM's entry stage and at the end of an encoder pipeline, placed as `like`.
 
     Empty if the pipeline does not run on that position of the tensor-parallel group.
     """
@@ -192,8 +196,8 @@ def _seam_ends(ranks: RankGrid, module: str, pipeline: int, like: int) -> Member
     across = llm.tp // layout.tp
     if place.tp // layout.tp != pipeline % across:
         return ()
-    context, last = pipeline // across % llm.cp, _last_stage(ranks, module, pipeline)
-    return ranks.rank_of(0, place.dp, context, place.tp), ranks.rank_of(last, place.dp, context, place.tp)
+    context, stages = pipeline // across % llm.cp, (ranks.entry_stage, _exit_stage(ranks, module, pipeline))
+    return tuple(ranks.rank_of(stage, place.dp, context, place.tp) for stage in stages)
 
 
 def _seam(ranks: RankGrid, module: str, pipeline: int) -> Callable[[int], Members]:
@@ -205,11 +209,12 @@ def _seam(ranks: RankGrid, module: str, pipeline: int) -> Callable[[int], Member
 
 
 def _ends(ranks: RankGrid) -> Callable[[int], Members]:
-    """Returns first and last stage of an LLM pipeline, which share tied embeddings."""
+    """Returns entry and last stage of an LLM pipeline, which share tied embeddings."""
 
     def members(rank: int) -> Members:
         stages = ranks.group_of(LLM, Communicator.PP, rank)
-        return (stages[0], stages[-1]) if rank in (stages[0], stages[-1]) else ()
+        ends = stages[ranks.entry_stage], stages[-1]
+        return ends if rank in ends else ()
 
     return members
 
@@ -264,9 +269,13 @@ def make_process_groups(
     splits = dist.get_backend() == "nccl" and backend is None
     timeout = timedelta(seconds=timeout_s)
     control = _control(plan, rank, timeout)  # first: ranks have unequally many split groups
-    members, groups = {}, {}
+    members, groups = dict[str, Members](), dict[str, dist.ProcessGroup]()
     for axis in list_group_axes(plan):
         group_ranks = members[axis.name] = axis.members(rank)
+        if axis.shared_with:
+            if axis.shared_with in groups:
+                groups[axis.name] = groups[axis.shared_with]
+            continue
         if splits:
             all_groups = _all_groups(plan, axis)
             if not all_groups:

@@ -1,9 +1,9 @@
 """Builds the inputs and contexts of one rank's microbatches from samples, on the host before the step.
 
-Rows of an encoder microbatch arrive at LLM stage 0 on as many ranks as the encoder has tensor-parallel ranks,
-a contiguous part on each. Rows of images that were dealt to another replica go to that replica, to the same
-tensor-parallel rank. From there each row goes to the rank whose shard of the LLM's sequence holds its
-position.
+Rows of an encoder microbatch arrive at the LLM's entry stage on as many ranks as the encoder has
+tensor-parallel ranks, a contiguous part on each. Rows of images that were dealt to another replica go to that
+replica, to the same tensor-parallel rank. From there each row goes to the rank whose shard of the LLM's
+sequence holds its position.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RankBatch:
         self._microbatches: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
         self._tp_groups = {name: build_tp_group(plan, name, rank) for name in plan.modules}
         self._replica = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas
-        self._begins_llm = plan.ranks.stage_of(LLM, plan.ranks.class_of(rank)) == 0
+        self._begins_llm = plan.ranks.place(LLM, rank).pp == plan.ranks.entry_stage
         for name, microbatch in _list_forwards(plan, rank):
             build = self._build_llm if name == LLM else partial(self._build_encoder, name)
             self._microbatches[name, microbatch] = build(microbatch)

@@ -49,7 +49,7 @@ Template = tuple[Phase, ...]
 class PlannedChunk:
     """Virtual stage of a module: its templates, memory and output."""
 
-    templates: Mapping[OpKind, str]  # F and B, or F, I and W; kinds without work are absent
+    templates: Mapping[OpKind, str]  # F and B, or F, I and W; kinds without work are absent, all if empty
     layers: Layers
     saved_activation_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
     recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W
@@ -74,7 +74,11 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModule:
-    """Module in its layout: chunk c of stage s is `chunks[c * pp + s]`; `buckets[s]` are of stage s."""
+    """Module in its layout: chunk c of stage s is `chunks[c * pp + s]`; `buckets[s]` are of stage s.
+
+    Encoder and LLM may be parts of one pipeline. Then an encoder has the LLM's stages and chunks, its layers
+    are in the first virtual stages, and the LLM's in the last.
+    """
 
     layout: Layout
     chunks: tuple[PlannedChunk, ...]
@@ -88,6 +92,12 @@ class PlannedModule:
     item_cost: tuple[float, float] = (1.0, 0.0)  # of an item: per token, and per square of its tokens
     seam_bytes: int = 0  # of an encoder microbatch, per rank
     seam_s: float = 0.0
+
+    @cached_property
+    def virtual_stages(self) -> range:
+        """Virtual stages that run something, from the first to the last; chunks outside have no templates."""
+        filled = [virtual for virtual, chunk in enumerate(self.chunks) if chunk.templates]
+        return range(filled[0], filled[-1] + 1) if filled else range(0)
 
     def cost_of(self, tokens: int) -> float:
         """Returns the cost of an image or sound, by which items are dealt to encoder pipelines."""
@@ -181,7 +191,26 @@ class Plan:
 
     @cached_property
     def ranks(self) -> RankGrid:
-        return RankGrid(layouts={name: module.layout for name, module in self.modules.items()})
+        return RankGrid(
+            layouts={name: module.layout for name, module in self.modules.items()},
+            entry_stage=self.entry % self.modules[LLM].layout.pp,
+            exit_stages={n: m.virtual_stages[-1] % m.layout.pp for n, m in self.encoders.items()},
+        )
+
+    @property
+    def entry(self) -> int:
+        """The virtual stage of the LLM that takes encoder outputs: its first."""
+        return self.modules[LLM].virtual_stages[0]
+
+    @property
+    def entry_chunk(self) -> int:
+        """The chunk of that virtual stage."""
+        return self.entry // self.modules[LLM].layout.pp
+
+    def exit_chunk(self, encoder: str) -> int:
+        """Returns the chunk of the last virtual stage of an encoder."""
+        module = self.modules[encoder]
+        return module.virtual_stages[-1] // module.layout.pp
 
     @property
     def names(self) -> tuple[str, ...]:

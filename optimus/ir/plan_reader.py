@@ -171,7 +171,7 @@ def _check_layout(node: DocumentNode, layout: Layout, llm: Layout | None) -> Non
                 problem, f"use {format_nearest_divisors(layout.dp * layout.cp * layout.tp, layout.ep)}"
             )
         return
-    for axis in ("cp", "ep", "chunks"):
+    for axis in ("cp", "ep"):
         if getattr(layout, axis) != 1:
             raise node[axis].error("is not 1, and this is an encoder", "use 1")
     for axis, outer in (("pp", llm.pp), ("tp", llm.tp)):
@@ -188,6 +188,8 @@ def _module(node: DocumentNode, name: str, file: _PlanDocument) -> PlannedModule
     layout = entry.layout
     _check_length(node["chunks"], layout.virtual_stages, "chunks")
     _check_indices(node["chunks"], entry.chunks, len(file.chunks))
+    if not any(file.chunks[place].templates for place in entry.chunks):
+        raise node["chunks"].error("has no chunk with a template", "give the module something to run")
     _check_length(node["buckets"], layout.pp, "stages")
     for stage, places in enumerate(entry.buckets):
         _check_indices(node["buckets"][stage], places, len(file.buckets))

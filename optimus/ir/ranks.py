@@ -4,6 +4,9 @@ Ranks count tp fastest, then cp, dp and pp: `rank = ((stage * dp + replica) * cp
 An encoder uses the same ranks. Its pipelines lie inside one LLM pipeline: pipeline (a, context, b)
 has its stages on LLM stages `a * pp_enc ...` and its TP ranks on `b * tp_enc ...` of the LLM's TP group.
 
+The LLM takes encoder outputs on its *entry stage*: the first, unless encoder layers come before the LLM's in
+one pipeline.
+
 Ranks that run the same program form a *device class*: one LLM stage, one context rank, and one block
 of TP ranks that no encoder's TP group divides further. All replicas are alike.
 """
@@ -11,7 +14,7 @@ of TP ranks that no encoder's TP group divides further. All replicas are alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 
@@ -36,13 +39,15 @@ class RankGrid:
     """Ranks of a job; `layouts` holds the LLM's and every encoder's, over the same GPUs."""
 
     layouts: Mapping[str, Layout]
+    entry_stage: int = 0  # of the LLM
+    exit_stages: Mapping[str, int] = field(default_factory=dict)  # of encoders that end before their last
 
     def __post_init__(self) -> None:
         for name, layout in self.layouts.items():
             llm = self.llm
             assert layout.gpus == llm.gpus, f"{name} uses {layout.gpus} GPUs, the LLM {llm.gpus}"
             assert llm.pp % layout.pp == 0 and llm.tp % layout.tp == 0, f"{name} {layout} in llm {llm}"
-            assert name == LLM or layout.cp == layout.ep == layout.chunks == 1, f"{name} {layout}"
+            assert name == LLM or layout.cp == layout.ep == 1, f"{name} {layout}"
 
     @property
     def llm(self) -> Layout:
@@ -110,7 +115,7 @@ class RankGrid:
     def next_stage(self, module: str, device: int, step: int = 1) -> int:
         """Returns the class of the next (or, with step -1, previous) stage of the same pipeline.
 
-        The LLM's last stage is followed by its first, as chunks need.
+        The last stage is followed by the first, as chunks need.
         """
         stage, context, position = self.coordinates(device)
         size = self.layouts[module].pp
@@ -118,9 +123,19 @@ class RankGrid:
         return self.class_at(first + (stage % size + step) % size, context, position)
 
     def entry_of(self, device: int) -> int:
-        """Returns the class on LLM stage 0 that exchanges seam rows with an encoder's last stage."""
+        """Returns the class on the entry stage that exchanges seam rows with an encoder's last stage."""
         _, context, position = self.coordinates(device)
-        return self.class_at(0, context, position)
+        return self.class_at(self.entry_stage, context, position)
+
+    def exit_stage(self, encoder: str) -> int:
+        """Returns the stage of an encoder that holds its last layers."""
+        return self.exit_stages.get(encoder, self.layouts[encoder].pp - 1)
+
+    def exit_classes(self, encoder: str, device: int) -> tuple[int, ...]:
+        """Returns the classes on which an encoder's pipelines end that feed a class of the entry stage."""
+        _, context, position = self.coordinates(device)
+        stages = range(self.exit_stage(encoder), self.llm.pp, self.layouts[encoder].pp)
+        return tuple(self.class_at(stage, context, position) for stage in stages)
 
     def group_classes(self, module: str, communicator: Communicator, device: int) -> tuple[int, ...]:
         """Returns the classes whose ranks share the module's collectives with a class's ranks."""

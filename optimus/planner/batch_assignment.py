@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from optimus.cost.priced_layer import PricedLayer
+from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 
-Sharing = Literal["pieces", "busiest", "replica", "all"]
+Sharing = Literal["pieces", "busiest", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,6 @@ class EncoderBins:
     `sharing` says which rows of the schedule a bin loads:
       pieces   encoder microbatch `m * bins + b` is bin b of LLM microbatch m
       busiest  encoder microbatch m takes as long as the fullest of its bins
-      replica  images of all microbatches of a replica are dealt at once; the fullest bin loads every row
       all      microbatch m of all replicas together, split evenly
     """
 
@@ -49,16 +49,17 @@ class BatchAssignment:
 
 
 def encoder_bins_on_llm_ranks(
-    context: PlanningContext, layers: Sequence[PricedLayer], sequences: float, tp: int
+    context: PlanningContext, layers: Sequence[PricedLayer], sequences: float, llm: Layout
 ) -> dict[str, EncoderBins]:
     """Returns the bins of encoders that run on the ranks of an LLM stage.
 
-    An encoder is tensor-parallel as the LLM is, or replicated, with whole images dealt to the TP ranks.
+    Whole images are dealt to the context-parallel ranks, and to the TP ranks of an encoder that is
+    replicated, not tensor-parallel as the LLM is.
     """
     bins = {}
     for encoder in context.job.model.encoders:
         layout = next(layer.layout for layer in layers if layer.module == encoder.name)
-        ranks = 1 if layout.tp == tp else tp
-        priced = sequences if ranks == 1 else context.busiest_group_sequences(encoder, sequences, ranks)
-        bins[encoder.name] = EncoderBins(bins=ranks, sharing="busiest", priced_sequences=priced)
+        groups = llm.cp * llm.tp // layout.tp
+        priced = context.busiest_group_sequences(encoder, sequences, groups)
+        bins[encoder.name] = EncoderBins(bins=groups, sharing="busiest", priced_sequences=priced)
     return bins

@@ -226,22 +226,27 @@ class PlanningContext:
     ) -> tuple[PricedLayer, ...]:
         """Prices an encoder on the ranks of one LLM stage: tensor-parallel as the LLM, or replicated.
 
-        A small encoder wastes a wide TP group; then every rank holds a replica and takes a share of the
-        images, as trainers with small vision towers do. The faster of the two is taken.
+        Images of a microbatch are split over the LLM's context-parallel ranks. A small encoder wastes a wide
+        TP group; then every rank holds a replica and takes a share of the images, as trainers with small
+        vision towers do. The faster of the two is taken.
         """
-        sharded = self.encoder_layers(encoder, layout, sequences, recompute)
+
+        def price(tp: int) -> tuple[PricedLayer, ...]:
+            groups = layout.cp * layout.tp // tp  # each takes whole images, at the same time
+            share = self.busiest_group_sequences(encoder, sequences, groups)
+            placed = Layout(dp=layout.dp * groups, pp=layout.pp, tp=tp, chunks=layout.chunks)
+            return self.encoder_layers(encoder, placed, share, recompute)
+
+        sharded = price(layout.tp)
         replica_bytes = encoder.parameters() * self.job.model.precision.parameter_bytes
         if layout.tp == 1 or replica_bytes > SMALL_ENCODER_SHARE * self.capacity_bytes:
             return sharded
-        replicated_layout = layout.with_(dp=layout.dp * layout.tp, tp=1, ep=1)
-        replicated = self.encoder_layers(
-            encoder, replicated_layout, self.busiest_group_sequences(encoder, sequences, layout.tp), recompute
-        )
-        # Replicated, each of the tp ranks does this much at the same time.
+        replicated = price(1)
         key = "on LLM stage", encoder.name, layout, sequences, recompute
         if key not in self.cache.priced:
-            faster = layout.tp * self.gpu_seconds(replicated) < self.gpu_seconds(sharded)
-            self.cache.priced[key] = replicated if faster else sharded
+            seconds = [self.chunks.price(layers).seconds for layers in (replicated, sharded)]
+            faster, slower = (each[OpKind.FORWARD] + each[OpKind.BACKWARD] for each in seconds)
+            self.cache.priced[key] = replicated if faster < slower else sharded
         return self.cache.priced[key]
 
     def gpu_seconds(self, layers: tuple[PricedLayer, ...]) -> float:

@@ -158,6 +158,10 @@ class SearchResult:
         """None: every device class represents equally many GPUs."""
         return None
 
+    def search_result(self) -> SearchResult:
+        """Returns this result."""
+        return self
+
     def schedule(self) -> Schedule:
         """Returns the plan's programs with their dependencies."""
         return self.filled.schedule()

@@ -23,7 +23,12 @@ from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline_search import first_fitting_pipeline
-from optimus.planner.systems.registry import applicable_systems, default_baselines, plan_making_systems
+from optimus.planner.systems.registry import (
+    applicable_systems,
+    default_baselines,
+    load_system,
+    plan_making_systems,
+)
 from optimus.verify.validator import MAX_VIOLATIONS, CheckReport, Violation, check_plan
 
 MAX_GPU_FACTOR = 64  # times the job's GPUs that remedies try
@@ -134,7 +139,8 @@ def make_plan(
     comparison = replace(comparison, context=result.context)
     bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
     progress("check", len(names), len(names) + 1)
-    plan = _with_notes(_bind(result.plan, job, comparison), comparison, bounds, result)
+    plan = replace(result.plan, strategy=strategy)
+    plan = _with_notes(_bind(plan, job, comparison), comparison, bounds, result)
     report = check_plan(plan)
     return PlanningResult(
         plan=plan,
@@ -159,12 +165,13 @@ def _check(job: Job, strategy: str) -> None:
         raise DoesNotFit(
             f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
         )
-    if "fill" not in job.layout.limits.allow:
+    allowed_as = load_system(strategy).allowed_as
+    if allowed_as not in (None, *job.layout.limits.allow):
         raise UserError(
             field="layout.limits.allow",
             value=", ".join(job.layout.limits.allow),
-            problem="leaves out fill, which is what a plan does",
-            hint="add fill, or use optimus simulate",
+            problem=f"leaves out {allowed_as}, which {strategy} does",
+            hint=f"add {allowed_as}, or plan another system with --strategy",
         )
 
 

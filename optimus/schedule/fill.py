@@ -63,7 +63,9 @@ class Fill:
         """`windows` limits the microbatches of an encoder that a class may keep at a time."""
         self.header = header
         self._lines, unordered = build_unordered_schedule(
-            header, list(order_encoders_around_llm(header, base)), _traffic_order(header, base)
+            header,
+            list(order_encoders_around_llm(header, base.rows_of_llm(header))),
+            _traffic_order(header, base),
         )
         window_waits = _window_edges(self._lines, windows or {})
         self.schedule = _in_order(unordered, self._lines, header.launch_s, window_waits)
@@ -261,12 +263,12 @@ def _traffic_order(header: Plan, base: LlmTimeline) -> dict[TrafficKey, float]:
     return order
 
 
-def order_encoders_around_llm(header: Plan, base: LlmTimeline) -> Iterator[Program]:
-    """Yields the program of every class: all encoder forwards, the LLM, all encoder backwards."""
+def order_encoders_around_llm(header: Plan, llm_rows: Sequence[Ints]) -> Iterator[Program]:
+    """Yields the program of every class: all encoder forwards, the LLM's rows, all encoder backwards."""
     for device in range(header.ranks.num_classes):
         forwards = list(_ops(header, device, (OpKind.FORWARD,)))
         backwards = list(_ops(header, device, (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)))
-        yield Program.of(np.concatenate([*forwards, base.llm_rows(header, device), *backwards]))
+        yield Program.of(np.concatenate([*forwards, llm_rows[device], *backwards]))
 
 
 def _ops(header: Plan, device: int, kinds: tuple[OpKind, ...]) -> Iterator[Ints]:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from optimus.ir.op import COMPUTE_OPS, Floats, Ints, Lane, OpKind
+from optimus.ir.op import Floats, Ints, Lane, OpKind
 from optimus.ir.plan import Plan, Program, Template
 from optimus.ir.ranks import LLM
 from optimus.schedule.bubbles import CAUSES, find_idle_intervals
@@ -22,7 +22,7 @@ from optimus.schedule.fill_paper import (
     subtract_intervals,
 )
 from optimus.schedule.lower import lower_to_programs
-from optimus.schedule.pipeline_orders import PipelineOrder as Order
+from optimus.schedule.pipeline_orders import PipelineOrder, expand_order_to_phases
 
 FIRST, LAST = -np.inf, np.inf  # before, and after, all phases of the LLM
 
@@ -40,10 +40,10 @@ class PlacedEncoderOp:
 class LlmTimeline:
     """Step of the LLM alone, simulated phase by phase."""
 
-    def __init__(self, plan: Plan, order: Order) -> None:
+    def __init__(self, plan: Plan, order: PipelineOrder) -> None:
         alone = replace(plan, modules={LLM: plan.modules[LLM]})
         devices = range(alone.ranks.num_classes)
-        orders = [_llm_phases(alone, order, alone.ranks.stage_of(LLM, device)) for device in devices]
+        orders = [expand_order_to_phases(alone, order, device) for device in devices]
         lowered = lower_to_programs(alone, orders)
         self._plan, self._orders = alone, orders
         self._schedule, self._timeline, self._programs = lowered.schedule, lowered.timeline, lowered.programs
@@ -56,22 +56,23 @@ class LlmTimeline:
 
     @cached_property
     def forward_points(self) -> list[float]:
-        """F_i: start of the forward of microbatch i in the first chunk of stage 0."""
+        """F_i: start of the forward of microbatch i in the LLM's first virtual stage."""
         start_s = self._timeline.start_s
         return sorted(float(start_s[rows].min()) for rows in self._entry_ops(OpKind.FORWARD))
 
     @cached_property
     def backward_points(self) -> list[float]:
-        """B_i: end of the backward of microbatch i in the first chunk of stage 0."""
+        """B_i: end of the backward of microbatch i in the LLM's first virtual stage."""
         finish_s = self._timeline.finish_s
         return sorted(
             float(finish_s[rows].max()) for rows in self._entry_ops(OpKind.BACKWARD, OpKind.INPUT_GRAD)
         )
 
     def _entry_ops(self, *kinds: OpKind) -> Iterator[Ints]:
-        """Yields the lines of every microbatch's op on stage 0, chunk 0."""
-        schedule = self._schedule
-        rows = np.flatnonzero((schedule.device == 0) & (schedule.chunk == 0) & np.isin(self._op_kind, kinds))
+        """Yields the lines of every microbatch's op in the LLM's first virtual stage."""
+        schedule, plan = self._schedule, self._plan
+        here = (schedule.device == plan.ranks.entry_of(0)) & (schedule.chunk == plan.entry_chunk)
+        rows = np.flatnonzero(here & np.isin(self._op_kind, kinds))
         for microbatch in range(self._plan.microbatches):
             yield rows[schedule.microbatch[rows] == microbatch]
 
@@ -105,6 +106,8 @@ class LlmTimeline:
         device = self._plan.ranks.class_at(stage, 0, 0)
         here = np.flatnonzero(schedule.device == device)
         works = here[(schedule.lane[here] == Lane.COMPUTE) & (schedule.kind[here] != OpKind.OPTIMIZER)]
+        if not len(works):  # before the LLM's first virtual stage: forwards get one half, backwards the other
+            return [], [], (self.end_s / 2, self.end_s / 2)
         takes = timeline.finish_s[works] > timeline.start_s[works]
         works = works[takes] if takes.any() else works  # a stage without layers only passes tensors on
         first, last = float(timeline.start_s[works[0]]), float(timeline.finish_s[works[-1]])
@@ -125,6 +128,10 @@ class LlmTimeline:
         stage, context, _ = plan.ranks.coordinates(device)
         return self._plan.ranks.class_at(stage, context, 0)
 
+    def rows_of_llm(self, plan: Plan) -> list[Ints]:
+        """Returns the LLM's phases on every class of `plan`, as rows of a program."""
+        return [self.llm_rows(plan, device) for device in range(plan.ranks.num_classes)]
+
     def llm_rows(self, plan: Plan, device: int) -> Ints:
         """Returns the LLM's phases on a class of `plan`, as rows of a program."""
         rows: Ints = self._orders[self._alone(plan, device)].rows.copy()
@@ -144,16 +151,15 @@ class LlmTimeline:
     def compute_span_s(self, stage: int, every: int) -> tuple[float, float]:
         """Returns when the LLM starts to compute and when all ends, on every `every`th stage from `stage`.
 
-        The earliest start, relative to stage 0's, and the latest end.
+        The earliest start, relative to the entry stage's, and the latest end.
         """
         begins, ends = [], []
-        first = self._stage_bubbles[0][2][0]
+        first = self._stage_bubbles[self._plan.ranks.entry_stage][2][0]
         for number in range(stage, self._plan.ranks.llm.pp, every):
             begins.append(self._stage_bubbles[number][2][0] - first)
             here = self._schedule.device == self._plan.ranks.class_at(number, 0, 0)
-            ends.append(
-                float(self._timeline.finish_s[here & (self._schedule.kind != OpKind.OPTIMIZER)].max())
-            )
+            works = here & (self._schedule.kind != OpKind.OPTIMIZER)
+            ends.append(float(self._timeline.finish_s[works].max(initial=0.0)))
         return min(begins), max(ends)
 
     def traffic_order(self) -> dict[tuple[OpKind, int, int], int]:
@@ -241,20 +247,6 @@ class LlmTimeline:
             times = np.where(compute, start_s[rows], np.nextafter(start_s[rows], -np.inf))
             keys.append(np.maximum.accumulate(times))
         return keys
-
-
-def _llm_phases(plan: Plan, order: Order, stage: int) -> Program:
-    """Returns all phases of a stage's ops, in order."""
-    number = plan.names.index(LLM)
-    sizes = {
-        (kind, chunk): len(plan.template_of(LLM, kind, stage, chunk))
-        for kind in COMPUTE_OPS
-        for chunk in range(plan.modules[LLM].layout.chunks)
-    }
-    ops = np.array([(number, op.kind, op.chunk, op.microbatch) for op in order[stage]], np.int32)
-    counts = np.array([sizes[op.kind, op.chunk] for op in order[stage]])
-    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Program.of(np.column_stack([np.repeat(ops, counts, axis=0), place]))
 
 
 def list_template_kernels(template: Template, *, mirrored: bool, stretch: float) -> list[TimedKernel]:

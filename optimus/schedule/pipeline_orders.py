@@ -1,4 +1,7 @@
-"""Orders the ops of every pipeline stage: 1F1B, interleaved 1F1B, zero-bubble, and list scheduling."""
+"""Orders the ops of every pipeline stage: 1F1B, interleaved 1F1B, zero-bubble, and list scheduling.
+
+An order has one op per virtual stage and microbatch; `expand_order_to_phases` makes a program of it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from optimus.errors import UserError, one_of
 from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan, Program
+from optimus.ir.ranks import LLM
 
 
 class PipelineOp(NamedTuple):
@@ -280,3 +287,43 @@ class _Stage:
         if op.kind is not OpKind.WEIGHT_GRAD:
             self.forward_next = self.priority == "turns" and op.kind is not OpKind.FORWARD
         return op
+
+
+# ---------------------------------------------------------------------------- programs
+
+
+def expand_order_to_phases(
+    plan: Plan, order: PipelineOrder, device: int, modules: Sequence[str] | None = None
+) -> Program:
+    """Returns all phases of a device class, in the order of its stage's ops.
+
+    `modules` (all by default) are parts of the pipeline: in a virtual stage, layers of encoders run before
+    the LLM's, and their backwards after it. A backward that the order splits is whole where the encoder does
+    not split it.
+    """
+    stage = plan.ranks.coordinates(device)[0]
+    numbers = [(at, name) for at, name in enumerate(plan.modules) if modules is None or name in modules]
+    ops: list[tuple[int, int, int, int]] = []
+    sizes: list[int] = []
+    for op in order[stage]:
+        for number, name in numbers if op.kind == OpKind.FORWARD else reversed(numbers):
+            kind, template = op.kind, plan.template_of(name, op.kind, stage, op.chunk)
+            if not template and kind == OpKind.INPUT_GRAD:
+                kind, template = OpKind.BACKWARD, plan.template_of(name, OpKind.BACKWARD, stage, op.chunk)
+            if template:
+                mine = _microbatches_on(plan, name, device, op.microbatch)
+                ops += [(number, kind, op.chunk, microbatch) for microbatch in mine]
+                sizes += [len(template)] * len(mine)
+    counts = np.array(sizes, np.int64)
+    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.repeat(np.array(ops, np.int32).reshape(-1, 4), counts, axis=0)
+    return Program.of(np.column_stack([rows, place]))
+
+
+def _microbatches_on(plan: Plan, name: str, device: int, llm_microbatch: int) -> list[int]:
+    """Returns a module's microbatches that belong to one of the LLM's and run on a device class."""
+    if name == LLM:
+        return [llm_microbatch]
+    module, pipeline = plan.modules[name], plan.ranks.pipeline_of(name, device)
+    numbers = module.microbatches_of(llm_microbatch)
+    return [number for number in numbers if module.pipelines[number] == pipeline]

@@ -86,13 +86,12 @@ def _held(header: PlanHeaderArrays) -> tuple[Ints, Ints]:
 
 
 def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:
-    """Adds rows that are kept at LLM stage 0 from their receive to the end of the forward that they feed."""
+    """Adds rows that the LLM keeps from their receive to the end of the forward that they feed."""
     header, ops = lines.header, lines.ops
     size = np.array([header.plan.modules[name].seam_bytes for name in header.names], np.int64)
     received = np.flatnonzero(lines.kind == OpKind.RECV_SEAM)
-    last = (
-        (ops.kind == OpKind.FORWARD) & (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
-    )
+    last = (ops.kind == OpKind.FORWARD) & (ops.module != header.llm)
+    last &= ops.virtual == header.last_virtual[ops.module]
     local = np.flatnonzero(last & (header.entry[ops.device] == ops.device))
     module = np.append(lines.module[received], ops.module[local])
     device = np.append(lines.device[received], ops.device[local])
@@ -100,7 +99,8 @@ def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:
     begin = np.append(received, ops.last[local])
     zeros = np.zeros(len(begin), np.int64)
     fed = microbatch // header.per_llm_microbatch[module]
-    end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
+    chunk = zeros + header.plan.entry_chunk
+    end = lines.end_of(device, zeros + header.llm, zeros + OpKind.FORWARD, chunk, fed)
     np.add.at(added[:, SEAM], begin, size[module])
     np.add.at(freed[:, SEAM], end, size[module])
 
@@ -153,6 +153,9 @@ def encoder_seconds_by_region(plan: Plan, lowered: LoweredPlan) -> dict[str, flo
         here = np.flatnonzero(schedule.device == device)
         llm_lines = here[llm_phase[here]]
         mine = here[filler[here]]
+        if not len(llm_lines):  # a stage of encoder layers alone
+            seconds["before"] += float(spent[mine].sum())
+            continue
         before, after = mine < llm_lines[0], mine > llm_lines[-1]
         base = opened[llm_lines[0] - 1] if llm_lines[0] > 0 else 0
         slots = ~before & ~after & (opened[mine] > base)

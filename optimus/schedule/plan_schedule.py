@@ -31,7 +31,8 @@ def build_schedule_from_table(lines: ProgramTable, *, ordered: bool = True) -> S
     streams), only the LLM's communication after the LLM's compute.
     """
     plan, graph = lines.header.plan, _Graph(lines)
-    edges = [np.stack(pair, axis=1) for pair in (*graph.edges(), graph.posted(ordered=ordered))]
+    pairs = [*graph.edges(), graph.posted(ordered=ordered), *(() if ordered else (graph.before_optimizer(),))]
+    edges = [np.stack(pair, axis=1) for pair in pairs]
     dep_offset, deps = edges_to_csr(np.concatenate(edges), len(lines))
     return Schedule(
         modules=plan.names,
@@ -145,6 +146,15 @@ class _Graph:
         rows = rows[lines.device[before[rows]] == lines.device[rows]]
         return rows, before[rows]
 
+    def before_optimizer(self) -> Edges:
+        """Returns waits of the optimizer for all encoder ops of its class, which have no fixed order."""
+        lines, ops = self._lines, self._lines.ops
+        finish = np.full(self._header.devices, -1, np.int64)
+        ends = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
+        finish[lines.device[ends]] = ends
+        mine = np.flatnonzero((ops.module != self._header.llm) & (finish[ops.device] >= 0))
+        return finish[ops.device[mine]], ops.last[mine]
+
     def _inside_ops(self) -> Iterator[Edges]:
         header, ops = self._header, self._lines.ops
         template = header.template[ops.module, ops.kind, ops.virtual]
@@ -177,11 +187,14 @@ class _Graph:
         for sent, kinds in took.items():
             arriving = np.flatnonzero(messages.kind == sent)
             for kind in kinds:
+                module, chunk = messages.module[arriving], messages.receiver_chunk[arriving]
+                if sent == OpKind.SEND_SEAM_B:
+                    chunk = header.last_virtual[module] // header.pp[module]
                 key = lines.op_key(
                     messages.receiver[arriving],
-                    messages.module[arriving],
+                    module,
                     np.full(len(arriving), kind),
-                    messages.receiver_chunk[arriving],
+                    chunk,
                     messages.microbatch[arriving],
                 )
                 op = ops.number[key]
@@ -189,8 +202,9 @@ class _Graph:
         arriving = np.flatnonzero(messages.kind == OpKind.SEND_SEAM)
         zeros = np.zeros(len(arriving), np.int64)
         fed = messages.microbatch[arriving] // header.per_llm_microbatch[messages.module[arriving]]
+        chunk = zeros + header.plan.entry_chunk
         key = lines.op_key(
-            messages.receiver[arriving], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed
+            messages.receiver[arriving], zeros + header.llm, zeros + OpKind.FORWARD, chunk, fed
         )
         yield ops.number[key], self._sent[arriving]
         # Inputs that are produced on the same class.
@@ -203,21 +217,25 @@ class _Graph:
             waiting = np.flatnonzero(needs)
             yield waiting, lines.end_of(*self._same(waiting, kind))
         alone = header.pp[ops.module] == 1
-        waiting = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & (ops.virtual > 0))
+        follows = ops.virtual > header.first_virtual[ops.module]
+        waiting = np.flatnonzero(alone & (ops.kind == OpKind.FORWARD) & follows)
         yield waiting, lines.end_of(*self._same(waiting, OpKind.FORWARD, chunk=-1))
-        waiting = np.flatnonzero(alone & backward & (ops.virtual < header.virtual_stages[ops.module] - 1))
+        waiting = np.flatnonzero(alone & backward & (ops.virtual < header.last_virtual[ops.module]))
         device, module, _, chunk, microbatch = self._same(waiting, OpKind.BACKWARD, chunk=1)
         yield waiting, lines.backward_end(device, module, chunk, microbatch)
         # The seam, where encoder and LLM are on one class.
-        local = (ops.module != header.llm) & (ops.virtual == header.pp[ops.module] - 1)
+        entry_chunk = header.plan.entry_chunk
+        local = (ops.module != header.llm) & (ops.virtual == header.last_virtual[ops.module])
         local &= header.entry[ops.device] == ops.device
         feeding = np.flatnonzero(local & (ops.kind == OpKind.FORWARD))
         zeros, fed = np.zeros(len(feeding), np.int64), self._llm_microbatch(feeding)
-        key = lines.op_key(ops.device[feeding], zeros + header.llm, zeros + OpKind.FORWARD, zeros, fed)
+        key = lines.op_key(
+            ops.device[feeding], zeros + header.llm, zeros + OpKind.FORWARD, zeros + entry_chunk, fed
+        )
         yield ops.number[key], ops.last[feeding]
         waiting = np.flatnonzero(local & backward)
         zeros, fed = np.zeros(len(waiting), np.int64), self._llm_microbatch(waiting)
-        yield waiting, lines.backward_end(ops.device[waiting], zeros + header.llm, zeros, fed)
+        yield waiting, lines.backward_end(ops.device[waiting], zeros + header.llm, zeros + entry_chunk, fed)
 
     def _llm_microbatch(self, ops: Ints) -> Ints:
         """Returns the LLM microbatch that encoder ops feed."""

@@ -26,6 +26,8 @@ class PlanHeaderArrays:
         modules = [plan.modules[name] for name in self.names]
         self.pp: Ints = np.array([module.layout.pp for module in modules])
         self.virtual_stages: Ints = np.array([len(module.chunks) for module in modules])
+        self.first_virtual: Ints = np.array([module.virtual_stages[0] for module in modules])
+        self.last_virtual: Ints = np.array([module.virtual_stages[-1] for module in modules])
         self.per_llm_microbatch: Ints = np.array(
             [module.microbatches_per_llm_microbatch for module in modules]
         )
@@ -293,7 +295,8 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
             else (ops.kind[mine] == OpKind.BACKWARD) | (ops.kind[mine] == OpKind.INPUT_GRAD)
         )
         peer_virtual = ops.virtual[mine] + step
-        sent = produces & (peer_virtual >= 0) & (peer_virtual < len(chunks))
+        sent = produces & (peer_virtual >= header.first_virtual[module])
+        sent &= peer_virtual <= header.last_virtual[module]
         if not forward:
             sent &= needs_grad[np.maximum(peer_virtual, 0)]
         op, peer_virtual = mine[sent], peer_virtual[sent]
@@ -317,10 +320,13 @@ def _between_stages(lines: ProgramTable, module: int, mine: Ints) -> list[Messag
 
 
 def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[MessageTable]:
-    """Returns an encoder's outputs to LLM stage 0 and their gradient back; none if both are on one class."""
+    """Returns an encoder's outputs to the LLM and their gradient back; none if both are on one class.
+
+    Both are messages of chunk 0, whichever chunks exchange them.
+    """
     header, ops = lines.header, lines.ops
     planned = header.plan.modules[header.names[module]]
-    last = (ops.kind[mine] == OpKind.FORWARD) & (ops.virtual[mine] == header.pp[module] - 1)
+    last = (ops.kind[mine] == OpKind.FORWARD) & (ops.virtual[mine] == header.last_virtual[module])
     op = mine[last & (header.entry[ops.device[mine]] != ops.device[mine])]
     source, entry, zeros = ops.device[op], header.entry[ops.device[op]], np.zeros(len(op), np.int64)
     shared = {
@@ -334,10 +340,10 @@ def _over_seam(lines: ProgramTable, module: int, mine: Ints) -> list[MessageTabl
     forward = MessageTable(
         sender=source, receiver=entry, kind=zeros + OpKind.SEND_SEAM, produced=ops.last[op], **shared
     )
-    if not header.needs_grad(module, int(header.pp[module]) - 1):
+    if not header.needs_grad(module, int(header.last_virtual[module])):
         return [forward]
     fed = ops.microbatch[op] // planned.microbatches_per_llm_microbatch
-    produced = lines.backward_end(entry, zeros + header.llm, zeros, fed)
+    produced = lines.backward_end(entry, zeros + header.llm, zeros + header.plan.entry_chunk, fed)
     backward = MessageTable(
         sender=entry, receiver=source, kind=zeros + OpKind.SEND_SEAM_B, produced=produced, **shared
     )

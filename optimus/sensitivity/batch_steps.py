@@ -166,8 +166,6 @@ class BatchSimulator:
             load = by_microbatch
             if bins.sharing == "pieces":
                 load = np.repeat(by_microbatch, bins.bins)
-            elif bins.sharing == "replica":
-                load = by_microbatch.mean(keepdims=True)
             loads[name] = np.stack([load, load])[:, None, :]
         return self._simulate(loads, 0)
 

@@ -50,8 +50,6 @@ def _sum_loads(
     replicas, encoders = assignment.dealing_replicas, assignment.dealing_replicas * bins.bins
     if bins.sharing == "all":
         return np.stack([items.totals[:, column].sum(axis=1) for column in columns], axis=1)[:, None, :]
-    if bins.sharing == "replica":
-        return _fullest(_sum_bins(items, [np.concatenate(columns)], [range(encoders)]))
     if assignment.locked:  # ranks meet in every microbatch: what one has more there is never made up for
         alone = [_sum_bins(items, [column], [range(encoders)]) for column in columns]
         return np.concatenate([_fullest(column) for column in alone], axis=2)

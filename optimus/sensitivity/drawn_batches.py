@@ -205,14 +205,6 @@ def _busiest(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats
     return np.stack(rows, axis=1)
 
 
-def _replica(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
-    """Returns loads of the fullest group of a replica, over all its microbatches."""
-    rows = [
-        _dealt(items, np.concatenate(replica), bins.bins, longest_first=True).max(axis=1) for replica in dealt
-    ]
-    return np.stack(rows, axis=1)[:, :, None]
-
-
 def _all(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of each microbatch over all replicas together."""
     columns = [np.concatenate([replica[m] for replica in dealt]) for m in range(len(dealt[0]))]
@@ -222,6 +214,5 @@ def _all(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
 _SHARING: Mapping[str, Callable[[EncoderItemCosts, Slots, EncoderBins], Floats]] = {
     "pieces": _pieces,
     "busiest": _busiest,
-    "replica": _replica,
     "all": _all,
 }

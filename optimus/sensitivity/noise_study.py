@@ -10,6 +10,7 @@ from optimus.errors import UserError, one_of
 from optimus.ir.op import Schedule
 from optimus.ir.plan import Plan
 from optimus.planner.compare import Comparison
+from optimus.protocols import SystemCandidate
 from optimus.schedule.noisy_replay import (
     NOISE_LEVELS,
     DurationNoise,
@@ -75,8 +76,8 @@ def simulate_under_noise(
     """
     ours, other = comparison.systems[plan.strategy], _other(plan, comparison, against)
     policies = _Policies(plan, ours.schedule)
-    floor = _simulator(plan, comparison.floor.schedule())
-    others = None if other is None else _simulator(plan, comparison.systems[other].schedule)
+    floor = _simulator(plan, comparison.floor)
+    others = None if other is None else _simulator(plan, comparison.systems[other].candidate)
     return NoiseStudy(
         against=other,
         claimed_speedup=None if other is None else comparison.systems[other].step_s / plan.claims.step_s,
@@ -125,9 +126,14 @@ class _Policies:
         return tuple(self._streams.simulate(duration_s).step_s for duration_s in drawn)
 
 
-def _simulator(plan: Plan, schedule: Schedule) -> Callable[[DurationNoise, int], Steps]:
-    """Returns a function that simulates a system whose devices are stages, on the plan's GPUs and hosts."""
-    kernels = NoisyDurations(schedule, ModulePlacement.of_pipeline(schedule))
+def _simulator(plan: Plan, other: SystemCandidate) -> Callable[[DurationNoise, int], Steps]:
+    """Returns a function that simulates another system, on the plan's GPUs and hosts.
+
+    Devices of a system that is no plan are stages.
+    """
+    result, schedule = other.search_result(), other.schedule()
+    places = ModulePlacement.of_pipeline(schedule) if result is None else ModulePlacement.of_plan(result.plan)
+    kernels = NoisyDurations(schedule, places)
     return lambda noise, seeds: _static_steps(plan, kernels, noise, seeds)
 
 

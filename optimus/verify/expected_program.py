@@ -76,19 +76,18 @@ class ExpectedProgram:
         return self._by_pipeline[name][self.ranks.pipeline_of(name, device)]
 
     def arriving(self, name: str, device: int) -> list[tuple[int, Ints]]:
-        """Returns the classes that send an encoder's rows to a class of LLM stage 0, and their microbatches.
+        """Returns the classes that send an encoder's rows to a class of the LLM's entry, by microbatch.
 
         The class itself is one of them if an encoder pipeline ends on it.
         """
-        stage, context, position = self.ranks.coordinates(device)
-        if stage != 0:
+        if not self.is_entry(device):
             return []
-        layout, llm = self.plan.modules[name].layout, self.ranks.llm
-        senders = [
-            self.ranks.class_at(last, context, position)
-            for last in range(layout.pp - 1, llm.pp, layout.pp)  # where pipelines of this module end
-        ]
+        senders = self.ranks.exit_classes(name, device)
         return [(sender, self.microbatches(name, sender)) for sender in senders]
+
+    def is_entry(self, device: int) -> bool:
+        """Returns whether a class is on the stage of the LLM that takes encoder outputs."""
+        return self.ranks.coordinates(device)[0] == self.ranks.entry_stage
 
     def blocks(self) -> Iterator[_LineBlock]:
         """Yields all blocks in order of device class, module, kind and chunk."""
@@ -116,26 +115,28 @@ class ExpectedProgram:
             return
         needs_grad, mine = self._needs_grad[name], self.microbatches(name, device)
         virtual = [chunk * layout.pp + stage for chunk in range(layout.chunks)]
-        last = layout.virtual_stages - 1
+        filled = self.plan.modules[name].virtual_stages
+        has_next = [v in filled[:-1] for v in virtual]
+        follows = [v in filled[1:] for v in virtual]
         for kind, needed in (
-            (OpKind.SEND_F, [v < last for v in virtual]),
-            (OpKind.RECV_F, [v > 0 for v in virtual]),
-            (OpKind.SEND_B, [v > 0 and needs_grad[v - 1] for v in virtual]),
-            (OpKind.RECV_B, [v < last and needs_grad[v] for v in virtual]),
+            (OpKind.SEND_F, has_next),
+            (OpKind.RECV_F, follows),
+            (OpKind.SEND_B, [follows[c] and needs_grad[v - 1] for c, v in enumerate(virtual)]),
+            (OpKind.RECV_B, [has_next[c] and needs_grad[v] for c, v in enumerate(virtual)]),
         ):
             for chunk in range(layout.chunks):
                 if needed[chunk]:
                     yield _LineBlock(LineBlockKey(device, name, kind, chunk), mine, _ONE)
 
     def _seam(self, device: int, name: str) -> Iterator[_LineBlock]:
-        """Yields transfers between an encoder's last stage and LLM stage 0."""
+        """Yields transfers between an encoder's last stage and the LLM's entry; all carry chunk 0."""
         if name == LLM:
             return
-        ends_here = self.ranks.stage_of(name, device) == self.plan.modules[name].layout.pp - 1
-        sent = self.microbatches(name, device) if ends_here and self.ranks.coordinates(device)[0] else None
+        ends_here = self.ranks.stage_of(name, device) == self.ranks.exit_stage(name)
+        sent = self.microbatches(name, device) if ends_here and not self.is_entry(device) else None
         remote = [rows for sender, rows in self.arriving(name, device) if sender != device]
         received = np.sort(np.concatenate(remote)) if remote else None
-        back = self._needs_grad[name][-1]
+        back = self._needs_grad[name][self.plan.modules[name].virtual_stages[-1]]
         for kind, rows in (
             (OpKind.SEND_SEAM, sent),
             (OpKind.RECV_SEAM, received),

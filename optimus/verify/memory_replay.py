@@ -68,13 +68,13 @@ def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
             if input_grads.size and ends[0].size:
                 allocated[component, input_grads[:, 0]] += planned.recomputed_bytes
                 freed_by[component, last[:, -1]] += planned.recomputed_bytes
-            if name == LLM and chunk == 0 and lines.plan.ranks.coordinates(device)[0] == 0:
+            if name == LLM and derived.virtual(device, name, chunk) == lines.plan.entry:
                 _add_seam(derived, device, rows, allocated[2], freed_by[2])
     return allocated, freed_by
 
 
 def _add_seam(derived: WaitDerivation, device: int, forward: Ints, allocated: Ints, freed_by: Ints) -> None:
-    """Adds encoder rows at LLM stage 0, alive from their arrival to the end of the forward they feed."""
+    """Adds encoder rows at the LLM's entry, alive from their arrival to the end of the forward they feed."""
     for name, module in derived.plan.encoders.items():
         for arrived, microbatches in derived.arrivals(name, device, last=True):
             np.add.at(allocated, arrived[:, -1], module.seam_bytes)

@@ -7,7 +7,7 @@ from math import isfinite
 import numpy as np
 
 from optimus.ir.op import REGATHER_NAMES, SEAMS, Communicator, Ints, OpKind
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Template
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlannedModule, Template
 from optimus.ir.ranks import LLM
 from optimus.verify.expected_program import PlanLines, Problems, input_grad_kind
 from optimus.verify.waits import LineWaits, WaitDerivation
@@ -47,10 +47,22 @@ def _layout_problems(plan: Plan) -> Problems:
             yield name, f"layout {layout} uses {layout.gpus} GPUs, the LLM {llm.gpus}"
         elif llm.pp % layout.pp or llm.tp % layout.tp:
             yield name, f"pp and tp of layout {layout} do not divide the LLM's, {llm}"
-        elif name != LLM and (layout.cp, layout.ep, layout.chunks) != (1, 1, 1):
-            yield name, f"layout {layout}: an encoder has cp, ep and chunks of 1"
+        elif name != LLM and (layout.cp, layout.ep) != (1, 1):
+            yield name, f"layout {layout}: an encoder has cp and ep of 1"
         elif len(module.chunks) != layout.virtual_stages or len(module.buckets) != layout.pp:
             yield name, f"has {len(module.chunks)} chunks and buckets of {len(module.buckets)} stages"
+        elif not module.virtual_stages:
+            yield name, "has no virtual stage that runs anything"
+        else:
+            yield from _empty_stage_problems(name, module)
+
+
+def _empty_stage_problems(name: str, module: PlannedModule) -> Problems:
+    """Yields virtual stages that hold layers or activations and run nothing."""
+    for virtual, chunk in enumerate(module.chunks):
+        held = chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes
+        if virtual not in module.virtual_stages and any(held):
+            yield f"{name} virtual stage {virtual}", f"holds {chunk.layers} layers and runs nothing"
 
 
 def _module_problems(plan: Plan, name: str) -> Problems:
@@ -66,7 +78,8 @@ def _module_problems(plan: Plan, name: str) -> Problems:
         elif not all(0 <= owner < pipelines for owner in owners):
             yield name, f"a microbatch on a pipeline that is none of its {pipelines}"
     needs_grad = False  # of the previous virtual stage's output
-    for virtual, chunk in enumerate(module.chunks):
+    for virtual in module.virtual_stages:
+        chunk = module.chunks[virtual]
         kinds = {kind for kind, template in chunk.templates.items() if plan.templates[template]}
         if OpKind.FORWARD not in kinds or len(kinds) != len(chunk.templates):
             yield f"{name} virtual stage {virtual}", "has no forward or a template without phases"
@@ -81,7 +94,7 @@ def _module_problems(plan: Plan, name: str) -> Problems:
                 "has no backward, but an earlier stage needs its gradient",
             )
         needs_grad = needs_grad or backward
-    if name != LLM and needs_grad and input_grad_kind(plan, LLM, 0) is None:
+    if name != LLM and needs_grad and input_grad_kind(plan, LLM, plan.entry) is None:
         yield name, "needs a gradient, but the LLM's first virtual stage has no backward"
 
 
@@ -172,10 +185,15 @@ def check_seam_gathers(plan: Plan) -> Problems:
     needed |= {Communicator.DEAL} if plan.dealing_replicas > 1 else set()
     if not needed or not any(module.seam_bytes for module in plan.encoders.values()):
         return
-    leading = _leading_launches(plan.template_of(LLM, OpKind.FORWARD, 0, 0))
+    leading = _leading_launches(
+        plan.template_of(LLM, OpKind.FORWARD, plan.ranks.entry_stage, plan.entry_chunk)
+    )
     for communicator in sorted(needed - leading):
         word = communicator.name.lower()
-        yield "llm virtual stage 0", f"F does not begin with a gather of the seam's rows over {word}"
+        yield (
+            f"llm virtual stage {plan.entry}",
+            f"F does not begin with a gather of the seam's rows over {word}",
+        )
 
 
 def _dealing_problems(plan: Plan) -> Problems:
@@ -187,12 +205,13 @@ def _dealing_problems(plan: Plan) -> Problems:
     if plan.ranks.llm.dp % plan.dealing_replicas:
         yield "dealing_replicas", f"{plan.dealing_replicas} do not divide dp = {plan.ranks.llm.dp}"
     trains = any(
-        input_grad_kind(plan, name, len(module.chunks) - 1) is not None
+        input_grad_kind(plan, name, module.virtual_stages[-1]) is not None
         for name, module in plan.encoders.items()
     )
     for name, module in plan.modules.items():
         for virtual, chunk in enumerate(module.chunks):
-            deals = plan.dealing_replicas > 1 and name == LLM and not virtual and bool(plan.encoders)
+            entry = name == LLM and virtual == plan.entry
+            deals = plan.dealing_replicas > 1 and entry and bool(plan.encoders)
             for kind, template in chunk.templates.items():
                 backward = kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
                 least = int(deals and (kind == OpKind.FORWARD or (backward and trains)))
@@ -276,12 +295,13 @@ def _predecessors(derived: WaitDerivation, lines: PlanLines) -> Ints:
             launches = [place for place, _ in derived.shape(name, kind, virtual).launches if place]
             follows[rows[:, launches]] = rows[:, [place - 1 for place in launches]]
         elif kind in (OpKind.SEND_F, OpKind.SEND_SEAM):
-            follows[rows] = lines.at(device, name, OpKind.FORWARD, chunk)[:, -1:]
+            produced = plan.exit_chunk(name) if kind == OpKind.SEND_SEAM else chunk
+            follows[rows] = lines.at(device, name, OpKind.FORWARD, produced)[:, -1:]
         elif kind in (OpKind.SEND_B, OpKind.SEND_SEAM_B):
             seam = kind == OpKind.SEND_SEAM_B
-            producer, at = (LLM, 0) if seam else (name, virtual)
+            producer, at, produced = (LLM, plan.entry, plan.entry_chunk) if seam else (name, virtual, chunk)
             backward = lines.at(
-                device, producer, input_grad_kind(plan, producer, at) or OpKind.BACKWARD, 0 if seam else chunk
+                device, producer, input_grad_kind(plan, producer, at) or OpKind.BACKWARD, produced
             )
             of = microbatches // plan.modules[name].microbatches_per_llm_microbatch if seam else slice(None)
             follows[rows] = backward[of, -1:]

@@ -173,7 +173,7 @@ class WaitDerivation:
             self._backward_inputs(device, name, chunk, virtual, entries)
 
     def _forward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
-        if virtual > 0:
+        if virtual > self.plan.modules[name].virtual_stages[0]:
             if self.plan.modules[name].layout.pp > 1:
                 self._wait_all(self.lines.at(device, name, OpKind.RECV_F, chunk), entries)
             else:
@@ -184,43 +184,42 @@ class WaitDerivation:
                     self._wait_all(rows, entries[fed // module.microbatches_per_llm_microbatch])
 
     def arrivals(self, encoder: str, device: int, *, last: bool = False) -> list[tuple[Ints, Ints]]:
-        """Returns the lines after which an encoder's rows are at LLM stage 0, and their microbatches.
+        """Returns the lines after which an encoder's rows are at the LLM's entry, and their microbatches.
 
         With `last`, the last phase of the encoder's op represents all phases with which it ends.
         """
         arrivals = []
         for sender, microbatches in self.expected.arriving(encoder, device):
             if sender == device:
-                forward = self.lines.at(device, encoder, OpKind.FORWARD)
+                chunk = self.plan.exit_chunk(encoder)
+                forward = self.lines.at(device, encoder, OpKind.FORWARD, chunk)
                 arrivals.append(
-                    (forward if last else self._ends(device, encoder, OpKind.FORWARD, 0), microbatches)
+                    (forward if last else self._ends(device, encoder, OpKind.FORWARD, chunk), microbatches)
                 )
             else:
                 arrivals.append((self._received(device, encoder, microbatches), microbatches))
         return arrivals
 
     def _received(self, device: int, encoder: str, microbatches: Ints) -> Ints:
-        """Returns receives at LLM stage 0, where those from several classes are in one block."""
+        """Returns receives at the LLM's entry, where those from several classes are in one block."""
         remote = [rows for sender, rows in self.expected.arriving(encoder, device) if sender != device]
         places = np.searchsorted(np.sort(np.concatenate(remote)), microbatches)
         return self.lines.at(device, encoder, OpKind.RECV_SEAM)[places]
 
     def _backward_inputs(self, device: int, name: str, chunk: int, virtual: int, entries: Ints) -> None:
         module = self.plan.modules[name]
-        if virtual < module.layout.virtual_stages - 1:
+        if virtual < module.virtual_stages[-1]:
             if module.layout.pp > 1:
                 self._wait_all(self.lines.at(device, name, OpKind.RECV_B, chunk), entries)
             else:
                 self._wait_all(self._backward_ends(device, name, chunk + 1), entries)
         elif name != LLM:
-            if self.ranks.coordinates(device)[0] > 0:
+            if not self.expected.is_entry(device):
                 self._wait_all(self.lines.at(device, name, OpKind.RECV_SEAM_B), entries)
             else:
                 mine = self.expected.microbatches(name, device)
-                self._wait_all(
-                    self._backward_ends(device, LLM, 0)[mine // module.microbatches_per_llm_microbatch],
-                    entries,
-                )
+                ends = self._backward_ends(device, LLM, self.plan.entry_chunk)
+                self._wait_all(ends[mine // module.microbatches_per_llm_microbatch], entries)
 
     def _ends(self, device: int, name: str, kind: OpKind, chunk: int) -> Ints:
         """Returns the phases with which an op ends, per microbatch."""
@@ -250,13 +249,12 @@ class WaitDerivation:
             return
         self._duration[rows] = module.seam_s
         if kind == OpKind.SEND_SEAM:
-            self._wait_all(self._ends(device, name, OpKind.FORWARD, 0), rows)
+            self._wait_all(self._ends(device, name, OpKind.FORWARD, self.plan.exit_chunk(name)), rows)
             entry = self.ranks.entry_of(device)
             self._transfer(rows, self._received(entry, name, microbatches))
             return
-        self._wait_all(
-            self._backward_ends(device, LLM, 0)[microbatches // module.microbatches_per_llm_microbatch], rows
-        )
+        ends = self._backward_ends(device, LLM, self.plan.entry_chunk)
+        self._wait_all(ends[microbatches // module.microbatches_per_llm_microbatch], rows)
         for sender, theirs in self.expected.arriving(name, device):
             if sender != device:
                 received = self.lines.at(sender, name, OpKind.RECV_SEAM_B)

@@ -51,7 +51,7 @@ class SimulatedSystem:
     @property
     def search_result(self) -> SearchResult | None:
         """The search and its plan, of a system that makes one."""
-        return self.candidate if isinstance(self.candidate, SearchResult) else None
+        return self.candidate.search_result()
 
 
 class BaseCandidate(ABC):
@@ -77,6 +77,10 @@ class BaseCandidate(ABC):
     @property
     def device_gpus(self) -> Floats | None:
         """None: every device of the schedule represents equally many GPUs."""
+        return None
+
+    def search_result(self) -> SearchResult | None:
+        """None: no plan describes the configuration."""
         return None
 
 
@@ -106,7 +110,8 @@ class BaseSystem(ABC):
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
-        context, memories, schedule = candidate.context, candidate.memories, candidate.schedule()
+        context, schedule, result = candidate.context, candidate.schedule(), candidate.search_result()
+        memories = candidate.memories if result is None else result.memories
         job, timeline = context.job, _simulate_in_context(context, schedule)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())

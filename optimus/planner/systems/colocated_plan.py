@@ -1,12 +1,13 @@
-"""Builds the header of a plan whose encoders and LLM share the GPUs, each in its own layout."""
+"""Builds the header of a plan whose encoders and LLM share the GPUs, apart or in one pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil
+from typing import TYPE_CHECKING
 
 from optimus import __version__
 from optimus.cost.flops import fit_item_cost
@@ -20,10 +21,13 @@ from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.op_phases import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
 from optimus.schedule.schedule_builder import PricedChunk
+from optimus.schedule.stage_costs import Cut
+
+if TYPE_CHECKING:
+    from optimus.planner.systems.pipeline import PipelineCandidate
 
 STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
 
@@ -40,6 +44,7 @@ class ColocatedEncoder:
     recompute: str
     layers_per_stage: tuple[int, ...] = ()  # inner layers; as even as they can be if left out
     split_backward: bool = False  # into input and weight gradients
+    pipeline_cut: Cut = ()  # of its layers at virtual stages, if it is a part of the LLM's pipeline
 
     @property
     def kinds(self) -> tuple[OpKind, ...]:
@@ -51,23 +56,28 @@ class ColocatedEncoder:
         )
 
     @cached_property
-    def stages(self) -> list[tuple[PricedLayer, ...]]:
-        """Layers of every stage; embedding and projector go with their neighbours."""
+    def virtual_stages(self) -> list[tuple[PricedLayer, ...]]:
+        """Layers of every virtual stage; embedding and projector go with their neighbours."""
         counts = self.layers_per_stage or split_layers_evenly(len(self.layers) - 2, self.layout.pp)
-        cuts = [0, *(1 + total for total in accumulate(counts))]
-        cuts[-1] = len(self.layers)
-        return [self.layers[a:b] for a, b in pairwise(cuts)]
+        cut = self.pipeline_cut or (0, *(1 + total for total in accumulate(counts[:-1])), len(self.layers))
+        return [self.layers[a:b] for a, b in pairwise(cut)]
+
+    @cached_property
+    def stages(self) -> list[tuple[PricedLayer, ...]]:
+        """Layers of every stage, of all its chunks."""
+        pp = self.layout.pp
+        return [tuple(chain.from_iterable(self.virtual_stages[stage::pp])) for stage in range(pp)]
 
     @cached_property
     def activation_bytes(self) -> list[tuple[int, int]]:
-        """By stage: what a microbatch saves, and recomputed activations that wait for weight gradients."""
-        return [
-            (
-                round(sum(layer.activation_bytes for layer in layers)),
-                round(sum(layer.recomputed_bytes for layer in layers)) if self.split_backward else 0,
-            )
-            for layers in self.stages
-        ]
+        """`activation_bytes_of` every stage."""
+        return list(map(self.activation_bytes_of, self.stages))
+
+    def activation_bytes_of(self, layers: Sequence[PricedLayer]) -> tuple[int, int]:
+        """Returns what a microbatch saves, and recomputed activations that wait for weight gradients."""
+        saved = sum(layer.activation_bytes for layer in layers)
+        recomputed = sum(layer.recomputed_bytes for layer in layers) if self.split_backward else 0
+        return round(saved), round(recomputed)
 
 
 def split_layers_evenly(inner: int, stages: int) -> tuple[int, ...]:
@@ -100,13 +110,17 @@ class ColocatedPlanBuilder:
     @cached_property
     def ranks(self) -> RankGrid:
         layouts = {choice.encoder.name: choice.layout for choice in self.encoders}
-        return RankGrid(layouts={**layouts, LLM: self.llm.layout})
+        return RankGrid(
+            layouts={**layouts, LLM: self.llm.layout}, entry_stage=self._entry % self.llm.layout.pp
+        )
 
     def header(self, *, strategy: str) -> Plan:
         """Returns the plan without programs and claims."""
         assumptions = self.context.cost_model.assumptions
         modules = {choice.encoder.name: self._plan_encoder(choice) for choice in self.encoders}
         modules[LLM] = self._plan_llm()
+        if any(choice.pipeline_cut for choice in self.encoders):
+            modules = _expose_traffic_of_stages(modules)
         modules = {name: self._with_recomputation(module) for name, module in modules.items()}
         return Plan(
             name=self.context.job.name,
@@ -134,8 +148,13 @@ class ColocatedPlanBuilder:
         cost_model = self.context.cost_model
         across = cost_model.stages_cross_nodes(plan.layout)
         chunks = []
+        entry = self._entry
         for virtual, chunk in enumerate(plan.chunks):
-            templates = {kind: self._llm_template(chunk, kind, first=virtual == 0) for kind in kinds}
+            templates = {
+                kind: self._llm_template(chunk, kind, first=virtual == entry)
+                for kind in kinds
+                if virtual >= entry
+            }
             chunks.append(
                 PlannedChunk(
                     templates=templates,
@@ -149,9 +168,19 @@ class ColocatedPlanBuilder:
         return PlannedModule(
             layout=plan.layout,
             chunks=tuple(chunks),
-            buckets=tuple(self._llm_buckets(stage) for stage in range(plan.stages)),
+            buckets=tuple(
+                self._pipeline_buckets(
+                    plan.traffic_of(stage), [len(c.layers) for c in plan.chunks[stage :: plan.stages]]
+                )
+                for stage in range(plan.stages)
+            ),
             recompute=dict(self.llm.policy)[LLM],
         )
+
+    @property
+    def _entry(self) -> int:
+        """The LLM's first virtual stage with layers; it takes the rows of encoders."""
+        return next(virtual for virtual, chunk in enumerate(self.llm.plan.chunks) if chunk.layers)
 
     def _with_recomputation(self, module: PlannedModule) -> PlannedModule:
         """States what the module's templates compute and gather a second time."""
@@ -171,15 +200,22 @@ class ColocatedPlanBuilder:
 
     def _plan_encoder(self, choice: ColocatedEncoder) -> PlannedModule:
         name, cost_model = choice.encoder.name, self.context.cost_model
-        precision = self.context.job.model.precision
         across = cost_model.stages_cross_nodes(self.llm.layout)
-        chunks, buckets = [], []
-        for layers, (saved, recomputed) in zip(choice.stages, choice.activation_bytes, strict=True):
+        chunks: list[PlannedChunk] = []
+        output = 0.0
+        for virtual, layers in enumerate(choice.virtual_stages):
             phases = {kind: self.context.build_template(layers, kind) for kind in choice.kinds}
+            earlier = chunks[-1].templates if chunks else {}
+            if layers or (earlier and any(choice.virtual_stages[virtual:])):
+                # Layers without kernels, and stages between layers, pass tensors and gradients on.
+                needed = {OpKind.FORWARD, *earlier} - {OpKind.WEIGHT_GRAD}
+                needed |= {OpKind.INPUT_GRAD} if phases.get(OpKind.WEIGHT_GRAD) else set()
+                phases |= {kind: PASS_THROUGH_TEMPLATES[kind] for kind in needed if not phases.get(kind)}
             templates = {
                 kind: self._name(name, kind, template) for kind, template in phases.items() if template
             }
-            output = layers[-1].output_bytes
+            output = layers[-1].output_bytes if layers else output
+            saved, recomputed = choice.activation_bytes_of(layers)
             chunks.append(
                 PlannedChunk(
                     templates=templates,
@@ -190,10 +226,7 @@ class ColocatedPlanBuilder:
                     send_s=round(cost_model.send_s(output, across_nodes=across), SECONDS_DIGITS),
                 )
             )
-            traffic = [price_parameter_traffic([layer], cost_model, precision) for layer in layers]
-            buckets.append(
-                tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(traffic) if _has_traffic(part))
-            )
+        buckets = [self._encoder_buckets(choice, stage) for stage in range(choice.layout.pp)]
         rows = choice.layers[-1].output_bytes
         return PlannedModule(
             layout=choice.layout,
@@ -273,10 +306,21 @@ class ColocatedPlanBuilder:
 
     # ------------------------------------------------------------------------ traffic
 
-    def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
+    def _encoder_buckets(self, choice: ColocatedEncoder, stage: int) -> tuple[Bucket, ...]:
+        """Returns one stage's buckets of an encoder: its layers, or as the LLM's in one pipeline with it."""
+        cost_model, precision = self.context.cost_model, self.context.job.model.precision
+        chunks = choice.virtual_stages[stage :: choice.layout.pp]
+        if choice.pipeline_cut:
+            traffic = [price_parameter_traffic(layers, cost_model, precision) for layers in chunks]
+            return self._pipeline_buckets(traffic, [len(layers) for layers in chunks])
+        parts = [price_parameter_traffic([layer], cost_model, precision) for layer in chunks[0]]
+        return tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(parts) if _has_traffic(part))
+
+    def _pipeline_buckets(
+        self, traffic: Sequence[ParameterTraffic], layers: Sequence[int]
+    ) -> tuple[Bucket, ...]:
         """Returns one stage's buckets: the traffic that stays exposed, then what overlaps with each chunk."""
-        plan = self.llm.plan
-        exposure = TrafficOverlap(chunks=plan.traffic_of(stage), assumptions=plan.cost_model.assumptions)
+        exposure = TrafficOverlap(chunks=traffic, assumptions=self.context.cost_model.assumptions)
         quantities = ("gather_s", "gather_bytes", "reduce_s", "reduce_bytes")
         buckets = []
         if exposure.mode != "chunks":
@@ -284,11 +328,10 @@ class ColocatedPlanBuilder:
             part = ParameterTraffic(**{quantity: exposure.exposed(quantity) for quantity in quantities})
             buckets.append(_bucket(WHOLE_STAGE, 0, 0, part, lane=lane))
         if exposure.mode != "all":
-            for number in range(len(exposure.chunks)):
-                layers = len(plan.chunks[number * plan.stages + stage].layers)
+            for number, count in enumerate(layers):
                 part = ParameterTraffic(**{each: exposure.hidden(each, number) for each in quantities})
                 gates = exposure.mode == "chunks" or number > 0
-                buckets.append(_bucket(number, 0, layers, part, gates=gates))
+                buckets.append(_bucket(number, 0, count, part, gates=gates))
         return tuple(bucket for bucket in buckets if bucket.gather_s or bucket.reduce_s)
 
     def _finish_s(self, stage: int) -> float:
@@ -322,8 +365,7 @@ class ColocatedPlanBuilder:
             layers = choice.stages[stage % choice.layout.pp]
             states.append(model_state_memory(layers, context.job.model.precision))
             working += transient_bytes(layers)
-            leaves = choice.layout.pp > 1 or stage > 0 or layout.pp > choice.layout.pp  # rows cross the seam
-            groups += [choice.layout.dp, choice.layout.tp, min(choice.layout.pp, 2), 2 if leaves else 1]
+            groups += self._encoder_groups(choice, stage) if layers else []
         total = {part: sum(getattr(memory, part) for memory in states) for part in STATES}
         total |= {
             "working": working,
@@ -332,6 +374,42 @@ class ColocatedPlanBuilder:
             "reserve": context.job.cluster.reserve_bytes,
         }
         return {part: round(value) for part, value in total.items()}
+
+    def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
+        """Returns the sizes of the communicators of an encoder on a rank of one stage.
+
+        An encoder in the LLM's pipeline has its stages, and where its tp is the LLM's, its replicas too.
+        """
+        layout = choice.layout
+        if choice.pipeline_cut:
+            return [layout.tp, *([] if layout.tp == self.llm.layout.tp else [layout.dp])]
+        leaves = layout.pp > 1 or stage > 0 or self.llm.layout.pp > layout.pp  # rows cross the seam
+        return [layout.dp, layout.tp, min(layout.pp, 2), 2 if leaves else 1]
+
+
+def _expose_traffic_of_stages(modules: Mapping[str, PlannedModule]) -> dict[str, PlannedModule]:
+    """Moves the seconds that stay exposed on a stage to the module whose layers come first there.
+
+    In one pipeline they are spent before and after all compute of the stage, not of one of its modules.
+    """
+    buckets = {name: [list(stage) for stage in module.buckets] for name, module in modules.items()}
+    for stage in range(modules[LLM].layout.pp):
+        exposed = [
+            (name, at)
+            for name in modules
+            for at, b in enumerate(buckets[name][stage])
+            if b.chunk == WHOLE_STAGE
+        ]
+        whole = [buckets[name][stage][at] for name, at in exposed]
+        for place, (name, at) in enumerate(exposed):
+            gather_s, reduce_s = sum(b.gather_s for b in whole), sum(b.reduce_s for b in whole)
+            seconds = (
+                (0.0, 0.0) if place else (round(gather_s, SECONDS_DIGITS), round(reduce_s, SECONDS_DIGITS))
+            )
+            buckets[name][stage][at] = replace(whole[place], gather_s=seconds[0], reduce_s=seconds[1])
+    return {
+        name: replace(module, buckets=tuple(map(tuple, buckets[name]))) for name, module in modules.items()
+    }
 
 
 def _has_traffic(part: ParameterTraffic) -> bool:

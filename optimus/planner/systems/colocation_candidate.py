@@ -16,7 +16,8 @@ from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
-from optimus.ir.plan import Plan
+from optimus.ir.plan import Plan, Program
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
@@ -24,9 +25,15 @@ from optimus.planner.filled_plan import FilledPlan, RejectedLayout, lower_to_pla
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.worst_step import BinShape
-from optimus.schedule.fill import Fill, FillResult, expand_orders_to_tp_blocks
+from optimus.schedule.fill import (
+    Fill,
+    FillResult,
+    expand_orders_to_tp_blocks,
+    order_encoders_around_llm,
+)
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
+from optimus.schedule.pipeline_orders import expand_order_to_phases
 from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 LOWER_TWO_UP_TO_LINES = 20_000  # program lines up to which two plans are lowered and the replay decides
@@ -161,12 +168,24 @@ class ColocationCandidate:
 
     def lowered(self, arranged: FillResult) -> FilledPlan:
         """Lowers a schedule for all blocks and replays it."""
-        header, orders = self.header, arranged.orders()
+        return self._lower(arranged.orders(), arranged.step_s)
+
+    def lower_around_llm(self, estimate_s: float) -> FilledPlan:
+        """Lowers all encoder forwards, then the LLM, then all encoder backwards."""
+        header = self.header
+        llm_rows = [
+            expand_order_to_phases(header, self.llm.order, device, modules=(LLM,)).rows
+            for device in range(header.ranks.num_classes)
+        ]
+        return self._lower(list(order_encoders_around_llm(header, llm_rows)), estimate_s)
+
+    def _lower(self, orders: list[Program], estimate_s: float) -> FilledPlan:
+        header = self.header
         if self.folded:
             header, orders = expand_orders_to_tp_blocks(
                 self._unfolded.header(strategy="optimus"), header, orders
             )
-        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=arranged.step_s)
+        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=estimate_s)
 
     @property
     def fits(self) -> bool:
@@ -229,7 +248,8 @@ class ColocationCandidate:
                 resident = min(count, self._pipeline_window(encoder, window))
                 held += resident * sum(encoder.activation_bytes[encoder_stage])
                 held += self._added_at_p99(encoder, encoder_stage, resident)
-                held += round(encoder.layers[-1].output_bytes) * len(encoder.pipelines) if stage == 0 else 0
+                takes_rows = stage == self._scheduled.ranks.entry_stage
+                held += round(encoder.layers[-1].output_bytes) * len(encoder.pipelines) if takes_rows else 0
             peaks.append(held)
         return max(peaks)
 

@@ -135,7 +135,7 @@ class FsdpCandidate(BaseCandidate):
         return BatchAssignment(
             replicas=self.layout.dp,
             microbatches=self.accumulate,
-            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout),
             locked=True,
             dealing_replicas=self.layout.dp,
             exchange_s=self._exchange_s,

@@ -7,7 +7,9 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
@@ -16,6 +18,7 @@ from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.three_phase import ThreePhaseCandidate, list_three_phase_candidates
 from optimus.schedule.simulator import ScheduleDeadlock
 
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
@@ -30,10 +33,38 @@ class OptimusSystem(BaseSystem):
     makes_plan = True
 
     def candidates(self, pipelines: LlmPipelines) -> list[SearchResult]:
-        """Returns the best plan."""
-        if not pipelines.context.job.model.encoders:
+        """Returns the best plan with filled bubbles, and plans without that may be faster."""
+        context = pipelines.context
+        if not context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        return [search_optimus_plan(pipelines.context, pipelines.for_colocation, pipelines.with_free_memory)]
+        others = sorted(_find_unfilled(pipelines), key=lambda other: other.estimate_s)
+        try:
+            filled = search_optimus_plan(context, pipelines.for_colocation, pipelines.with_free_memory)
+        except DoesNotFit:
+            if not others:
+                raise
+            return [others[0].search_result()]
+        faster = [other.search_result() for other in others if other.estimate_s < filled.filled.step_s]
+        return [
+            filled,
+            *(
+                replace(o, considered=filled.considered, rejected=filled.rejected, tried=filled.tried)
+                for o in faster
+            ),
+        ]
+
+
+def _find_unfilled(pipelines: LlmPipelines) -> Iterator[PipelineCandidate | ThreePhaseCandidate]:
+    """Yields the best candidate of each kind of plan that fills no bubbles, of those that the job allows."""
+    context = pipelines.context
+    candidates: list[list[PipelineCandidate] | list[ThreePhaseCandidate]] = []
+    if "balanced" in context.job.layout.limits.allow:
+        candidates.append(pipelines.all_modules)
+    if "three-phase" in context.job.layout.limits.allow:
+        around = (list_three_phase_candidates(context, llm) for llm in pipelines.floors)
+        candidates.append(list(chain.from_iterable(around)))
+    for of_kind in candidates:
+        yield from sorted((c for c in of_kind if c.fits), key=lambda candidate: candidate.estimate_s)[:1]
 
 
 FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]

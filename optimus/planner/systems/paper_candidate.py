@@ -308,10 +308,13 @@ class PaperCandidate:
         modules = [module for name, module in self.header.modules.items() if name != LLM]
         working = self.llm.sums.stage_bytes(self.llm.cut, self.llm.layout.pp).working  # of the LLM
         peaks = []
+        entry = self.header.ranks.entry_stage
         for stage, memory in enumerate(self.llm.memories):
             fixed = self._fixed[self._ranks.class_at(stage, 0, 0)]
             kept = sum(module.chunks[stage % self.layout.pp].saved_activation_bytes for module in modules)
-            seam = sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == 0 else 0
+            seam = (
+                sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == entry else 0
+            )
             llm = memory.llm_activations - float(working[stage])  # which `fixed` includes
             peaks.append(sum(fixed.values()) + llm + microbatches * kept + seam)
         return max(peaks)

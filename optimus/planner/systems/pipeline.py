@@ -11,15 +11,20 @@ import numpy as np
 from optimus.cost.memory import RankMemory, communicator_bytes, peak_activation_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
+from optimus.job.model import Encoder
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolicy, describe_recompute
+from optimus.planner.filled_plan import FilledPlan, SearchResult, lower_to_plan
 from optimus.planner.systems.base import BaseCandidate
+from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_1f1b_order,
     build_interleaved_1f1b_order,
     build_zero_bubble_order,
+    expand_order_to_phases,
 )
 from optimus.schedule.pipeline_schedule import PipelineSpec, build_pipeline_schedule
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
@@ -82,9 +87,50 @@ class PipelineCandidate(BaseCandidate):
     def sums(self) -> LayerPrefixSums:
         return self.context.sums(self.layers)
 
+    @cached_property
+    def filled(self) -> FilledPlan:
+        """The plan of this pipeline, with encoder layers in the virtual stages that the cut gives them."""
+        encoders = [self._encoder(encoder) for encoder in self._encoders]
+        builder = ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders)
+        header = builder.header(strategy="")
+        orders = [expand_order_to_phases(header, self.order, d) for d in range(header.ranks.num_classes)]
+        return lower_to_plan(header, orders, builder.fixed_bytes(), estimate_s=self.estimate_s)
+
+    @property
+    def _encoders(self) -> list[Encoder]:
+        names = {layer.module for layer in self.layers}
+        return [encoder for encoder in self.context.job.model.encoders if encoder.name in names]
+
+    def _encoder(self, encoder: Encoder) -> ColocatedEncoder:
+        """Returns the layers of an encoder in this pipeline; each block of its ranks takes a piece."""
+        alone = self.only_module(encoder.name)
+        layout = alone.layers[0].layout.with_(chunks=self.layout.chunks)
+        pieces = self.layout.cp * self.layout.tp // layout.tp
+        splits = any(op.kind == OpKind.INPUT_GRAD for op in self.order[0])
+        return ColocatedEncoder(
+            encoder=encoder,
+            layout=layout,
+            layers=alone.layers,
+            pieces=pieces,
+            pipelines=tuple(range(pieces)) * self.microbatches,
+            recompute=dict(self.policy)[encoder.name],
+            split_backward=splits and encoder.train,
+            pipeline_cut=alone.cut,
+        )
+
+    def search_result(self) -> SearchResult:
+        """Returns the plan of this pipeline."""
+        return SearchResult(
+            filled=self.filled,
+            llm=self.only_module(LLM),
+            how=self.describe(),
+            considered=1,
+            hidden_share=self.filled.hidden_share,
+        )
+
     def schedule(self) -> Schedule:
         """Returns one training step, kernel by kernel."""
-        return build_pipeline_schedule(self.plan, self.context.chunks, kernels=True)
+        return self.filled.schedule()
 
     def op_schedule(self) -> Schedule:
         """Returns one training step with one entry per op."""
@@ -157,11 +203,15 @@ class PipelineCandidate(BaseCandidate):
         return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
 
     def batch_assignment(self) -> BatchAssignment:
-        """Returns one data-parallel replica's share for every pipeline."""
+        """Returns one data-parallel replica's share for every pipeline, in a piece for each encoder block."""
+        bins = encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout)
         return BatchAssignment(
             replicas=self.layout.dp,
             microbatches=self.microbatches,
-            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout.tp),
+            encoders={
+                name: replace(each, sharing="pieces", pipelines=tuple(range(each.bins)) * self.microbatches)
+                for name, each in bins.items()
+            },
         )
 
     def describe(self) -> str:

@@ -35,7 +35,7 @@ def load_system(name: str) -> System:
 
 
 def plan_making_systems() -> list[str]:
-    """Returns the names of systems that make a plan: they schedule encoder work into bubbles."""
+    """Returns the names of systems that make a plan, which can be saved and run."""
     return [name for name in SYSTEMS if load_system(name).makes_plan]
 
 
@@ -45,7 +45,7 @@ def applicable_systems(names: Iterable[str], job: Job) -> list[str]:
 
 
 def default_baselines(job: Job) -> list[str]:
-    """Returns the systems that apply, that the job allows, and that make no plan."""
+    """Returns the systems that apply, that the job allows, and that fill no bubbles."""
     systems = [load_system(name) for name in applicable_systems(SYSTEMS, job)]
-    allowed = {None, *job.layout.limits.allow}
-    return [system.name for system in systems if not system.makes_plan and system.allowed_as in allowed]
+    allowed = {None, *job.layout.limits.allow} - {"fill"}
+    return [system.name for system in systems if system.allowed_as in allowed]

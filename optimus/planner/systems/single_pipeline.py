@@ -20,6 +20,7 @@ from optimus.schedule.stage_costs import Cut
 class FixedCutSystem(BaseSystem):
     """One pipeline of all layers, cut by a rule; reported as not fitting where it exceeds the memory."""
 
+    makes_plan = True
     chunks: int | None = None  # V; the job's, or if that is open every V that divides the LLM's layers
 
     @abstractmethod
@@ -132,6 +133,7 @@ class BalancedBestSystem(BaseSystem):
 
     name = "balanced-best"
     allowed_as = "balanced"
+    makes_plan = True
 
     def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
         """Returns the fastest pipelines of all modules."""

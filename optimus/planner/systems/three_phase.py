@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from math import ceil, gcd
 
-from optimus.cost.memory import RankMemory, communicator_bytes
-from optimus.data.dealing import choose_dealing_replicas
-from optimus.ir.op import Lane, OpKind, Schedule
-from optimus.job.model import BF16_BYTES
-from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
+from optimus.cost.memory import RankMemory
+from optimus.ir.op import OpKind, Schedule
+from optimus.job.model import Encoder
+from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import FilledPlan, SearchResult
 from optimus.planner.systems.base import BaseCandidate, BaseSystem
+from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
+from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.encoder_replica import (
-    EncoderReplica,
     encoder_tp_and_recompute,
     pareto_front,
     replicate_on_all_gpus,
 )
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.pipeline_schedule import add_pipeline_to_schedule, make_optimizer_graph
-from optimus.schedule.schedule_builder import ScheduleBuilder, make_single_kernel_graph
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,117 +31,52 @@ class ThreePhaseCandidate(BaseCandidate):
     """One LLM pipeline, with every encoder replicated over all GPUs before and after it."""
 
     context: PlanningContext
-    encoders: tuple[EncoderReplica, ...]
     llm: PipelineCandidate
+    placements: Mapping[str, EncoderPlacement]
+    estimate_s: float  # the sum of the three phases
 
-    def schedule(self) -> Schedule:
-        context, plan = self.context, self.llm.plan
-        builder = ScheduleBuilder(context.chunks.modules, plan.stages)
-        sends = [self._forwards(builder, stage) for stage in range(plan.stages)]
-        blocks = add_pipeline_to_schedule(builder, plan, context.chunks, kernels=True)
-        builder.wait([blocks.first[0]] * len(sends), sends)
-        back = self._seam(builder, OpKind.SEND_SEAM_B, 0, [blocks.last[0]])
-        reduces = list(blocks.reduces)
-        for stage in range(plan.stages):
-            reduces += self._backwards(builder, stage, back)
-        if context.cost_model.assumptions.optimizer_time:
-            for stage in range(plan.stages):
-                traffic = [
-                    *plan.traffic_of(stage),
-                    *(part for replicated in self.encoders for part in replicated.traffic),
-                ]
-                builder.add(make_optimizer_graph(traffic), device=stage, after=reduces)
-        return builder.build()
+    @cached_property
+    def colocated(self) -> ColocationCandidate:
+        return ColocationCandidate(self.context, self.llm, self.placements)
+
+    @cached_property
+    def filled(self) -> FilledPlan:
+        """The plan: no encoder work between the LLM's."""
+        return self.colocated.lower_around_llm(self.estimate_s)
 
     @property
-    def estimate_s(self) -> float:
-        """The sum of the three phases."""
-        encoder_s = sum(replicated.seconds for replicated in self.encoders)
-        return self.llm.estimate_s + encoder_s
+    def peak_bytes(self) -> float:
+        """Memory of the fullest rank at p99 of steps; all encoder microbatches are resident."""
+        return self.colocated.peak_bytes_bound
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Memory of the LLM's ranks with every encoder's states, activations of all pieces, and the seam."""
-        return tuple(self._with_encoders(memory, stage) for stage, memory in enumerate(self.llm.memories))
+        return self.filled.memories
+
+    def schedule(self) -> Schedule:
+        return self.filled.schedule()
+
+    def search_result(self) -> SearchResult:
+        """Returns the plan of this candidate."""
+        return SearchResult(
+            filled=self.filled,
+            llm=self.llm,
+            how=self.describe(),
+            considered=1,
+            hidden_share=self.filled.hidden_share,
+            peak_bytes_at_p99=self.colocated.peak_bytes_at_p99(self.filled.plan),
+        )
 
     def batch_assignment(self) -> BatchAssignment:
-        """Returns a replica's images dealt over all its encoder groups, for all microbatches at once.
-
-        Groups of other replicas may encode them too: rows cross nodes either way, and are priced so.
-        """
-        context, replicas = self.context, self.llm.layout.dp
-        bins = {}
-        for replicated in self.encoders:
-            groups = replicated.layout.dp
-            priced = context.busiest_group_sequences(
-                replicated.encoder, context.job.workload.sequences_per_step, groups
-            )
-            bins[replicated.encoder.name] = EncoderBins(
-                bins=groups // replicas, sharing="replica", priced_sequences=priced
-            )
-        return BatchAssignment(
-            replicas=replicas,
-            microbatches=self.llm.microbatches,
-            encoders=bins,
-            dealing_replicas=choose_dealing_replicas(context.job.workload, replicas),
-        )
+        return self.search_result().batch_assignment()
 
     def describe(self) -> str:
-        """Returns layout and recomputation of every encoder, then the LLM's pipeline."""
-        encoders = "; ".join(f"{s.encoder.name} {s.layout} recompute {s.recompute}" for s in self.encoders)
-        return f"{encoders}; {self.llm.describe()}"
-
-    def _forwards(self, builder: ScheduleBuilder, stage: int) -> int:
-        """Adds all encoder forwards of a group; returns the send of their outputs."""
-        last = []
-        for replicated in self.encoders:
-            previous: list[int] = []
-            for piece in range(replicated.pieces):
-                previous = [replicated.add_forward(builder, stage, piece, first=piece == 0, after=previous)]
-            last += previous
-        return self._seam(builder, OpKind.SEND_SEAM, stage, last)
-
-    def _backwards(self, builder: ScheduleBuilder, stage: int, back: int) -> list[int]:
-        """Adds all encoder backwards of a group; returns the reduces."""
-        reduces, previous = [], back
-        for replicated in reversed(self.encoders):
-            for piece in range(replicated.pieces):
-                last = piece == replicated.pieces - 1
-                previous, sent = replicated.add_backward(builder, stage, piece, last=last, after=[previous])
-                reduces += sent
-        return reduces
-
-    def _seam(self, builder: ScheduleBuilder, kind: OpKind, stage: int, after: Sequence[int]) -> int:
-        """Adds the send of one group's encoder outputs to stage 0, or of their gradients back."""
-        size = sum(replicated.pieces * replicated.output_bytes for replicated in self.encoders)
-        seconds = self.context.cost_model.send_s(size, across_nodes=True)
-        return builder.add(
-            make_single_kernel_graph(kind, Lane.P2P, seconds, size_bytes=size), device=stage, after=after
-        )
-
-    def _with_encoders(self, memory: RankMemory, stage: int) -> RankMemory:
-        for replicated in self.encoders:
-            states = replicated.states
-            memory = replace(
-                memory,
-                parameters=memory.parameters + states.parameters,
-                gradients=memory.gradients + states.gradients,
-                optimizer=memory.optimizer + states.optimizer,
-                encoder_activations=memory.encoder_activations
-                + replicated.pieces * replicated.saved_activation_bytes
-                + replicated.working_bytes,
-                communicators=memory.communicators + communicator_bytes(replicated.layout.dp),
-                seam=memory.seam + (self._seam_bytes(replicated) if stage == 0 else 0.0),
-            )
-        return memory
-
-    def _seam_bytes(self, replicated: EncoderReplica) -> float:
-        """Returns the bytes of encoder outputs of all microbatches, which wait at stage 0."""
-        workload, layout = self.context.job.workload, self.context.layout
-        encoder = replicated.encoder
-        load = workload.encoder_load(encoder.name, encoder.merge)
-        tokens = load.tokens / encoder.merge * workload.sequences_per_step / layout.dp / layout.cp
-        return tokens * encoder.projector.widths[-1] * len(encoder.feeds) * BF16_BYTES / layout.tp
+        """Returns layout, pieces and recomputation of every encoder, then the LLM's pipeline."""
+        parts = []
+        for name, chosen in self.placements.items():
+            pieces = "" if chosen.pieces == 1 else f" in {chosen.pieces} pieces"
+            parts.append(f"{name} {chosen.layout}{pieces} recompute {chosen.recompute}")
+        return "; ".join([*parts, self.llm.describe()])
 
 
 class ThreePhaseSystem(BaseSystem):
@@ -148,6 +84,7 @@ class ThreePhaseSystem(BaseSystem):
 
     name = "three-phase"
     allowed_as = "three-phase"
+    makes_plan = True
 
     def candidates(self, pipelines: LlmPipelines) -> Iterator[ThreePhaseCandidate]:
         """Yields candidates around the LLM's best pipelines."""
@@ -156,17 +93,17 @@ class ThreePhaseSystem(BaseSystem):
 
     def _around(self, llm: PipelineCandidate, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
         """Returns candidates around a pipeline with any recomputation; where none fits, a smaller one too."""
-        candidates = list(_three_phase_candidates(pipelines.context, llm))
+        candidates = list(list_three_phase_candidates(pipelines.context, llm))
         added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
         others = list(pipelines.more_recomputed(llm))
         if not any(candidate.fits for candidate in candidates):
             others += pipelines.with_free_memory(llm, [added])
         for other in others:
-            candidates += _three_phase_candidates(pipelines.context, other)
+            candidates += list_three_phase_candidates(pipelines.context, other)
         return candidates
 
 
-def _three_phase_candidates(
+def list_three_phase_candidates(
     context: PlanningContext, llm: PipelineCandidate
 ) -> Iterator[ThreePhaseCandidate]:
     """Yields every tp and recomputation of the encoders around one LLM pipeline."""
@@ -180,4 +117,43 @@ def _three_phase_candidates(
         for e in context.job.model.encoders
     ]
     for combination in product(*per_encoder):
-        yield ThreePhaseCandidate(context=context, encoders=combination, llm=llm)
+        one_tp = len({each.layout.tp for each in combination}) == 1
+        placements, seconds = {}, llm.estimate_s
+        for each in combination:
+            placements[each.encoder.name], encoder_s = _place(
+                context, llm, each.encoder, each.layout.tp, each.recompute, any_pieces=one_tp
+            )
+            seconds += encoder_s
+        yield ThreePhaseCandidate(context=context, llm=llm, placements=placements, estimate_s=seconds)
+
+
+def _place(
+    context: PlanningContext,
+    llm: PipelineCandidate,
+    encoder: Encoder,
+    tp: int,
+    recompute: str,
+    *,
+    any_pieces: bool,
+) -> tuple[EncoderPlacement, float]:
+    """Returns the placement with the pieces that take least time, and its seconds.
+
+    Microbatches are dealt to all pipelines of the encoder. Each pipeline gets equally many if they are cut
+    into enough pieces; more pieces than images help nothing.
+    """
+    layout = encoder_layout_on_llm_gpus(llm.layout, pp=1, tp=tp)
+    blocks, microbatches = llm.layout.tp // tp, llm.microbatches
+    pipelines = llm.layout.pp * llm.layout.cp * blocks
+    even = pipelines // gcd(microbatches, pipelines)
+    counts = {blocks, ceil(even / blocks) * blocks, *((1, even) if any_pieces else ())}
+
+    def seconds(pieces: int) -> float:
+        share = context.sequences_per_piece(encoder, llm.sequences, pieces, blocks)
+        layers = context.encoder_layers(encoder, layout, share, recompute)
+        by_kind = context.chunks.price(layers).seconds
+        rounds = ceil(microbatches * pieces / pipelines)
+        return rounds * (by_kind[OpKind.FORWARD] + by_kind[OpKind.BACKWARD])
+
+    pieces = min(sorted(counts), key=seconds)
+    chosen = EncoderPlacement(layout=layout, recompute=recompute, pieces=pieces, split_backward=False)
+    return chosen, seconds(pieces)
