@@ -94,8 +94,10 @@ def kill_once(run: DisturbedRun, choose: random.Random, *, launcher: bool, savin
     killed_s, complete = time.time(), [int(path.name[5:]) for path in list_checkpoints(checkpoints)]
     if launcher:
         run.process.wait()
-        run.wait("the end of all ranks", lambda: not any(map(alive, ranks)))
-        ended_s = time.time() - killed_s
+    # Another rank may still write the step that had just ended.
+    run.wait("the end of all ranks", lambda: not any(map(alive, ranks)))
+    ended_s = time.time() - killed_s
+    if launcher:
         run.plan = 1 - run.plan
         run.process = run.start()
     count = len(run.lines())
@@ -109,7 +111,7 @@ def kill_once(run: DisturbedRun, choose: random.Random, *, launcher: bool, savin
         "recovered_s": round(new["time"] - killed_s, 2),
         "lost_steps": last + 1 - new["step"],
         "resumed_at_newest": new["step"] in (newest, newest + EVERY),
-        **({"ranks_ended_s": round(ended_s, 2)} if launcher else {}),
+        "ranks_ended_s": round(ended_s, 2),
     }
 
 
