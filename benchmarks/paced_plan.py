@@ -21,10 +21,10 @@ from benchmarks.paced_backend import PacedNetwork
 from benchmarks.paced_clock import Draws, PacedClock, PacedLink
 from benchmarks.paced_job import ROWS, WIDTH, bucket
 from optimus.engine.buckets import ReplicatedBucket
-from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import BatchMessageSpecs, TensorSpec
 from optimus.engine.process_groups import make_process_groups
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.ir.op import COMPUTE_OPS, Floats, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM

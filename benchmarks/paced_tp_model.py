@@ -21,9 +21,9 @@ from benchmarks.paced_plan import PhaseRecorder, PlanReplay, drawn_s
 from benchmarks.paced_tp_job import DP_LINK, TP, TP_LINK, WIDTH, link_of
 from benchmarks.shaped import BlockingBucket
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, Floats, OpKind, Schedule
 from optimus.ir.plan import Phase, Plan
 from optimus.ir.ranks import LLM

@@ -27,9 +27,9 @@ from benchmarks.timing import Timings, alternate, check_losses, total_loss, vari
 from benchmarks.without_tp_slots import remove_tp_slots
 from optimus.cost.measured_profile import Profile
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.process_groups import ProcessGroups, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM

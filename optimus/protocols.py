@@ -138,12 +138,8 @@ class Chunk(Protocol):
         """Returns the gradients, one per input, that a backward (B or I) has computed."""
 
 
-class ParamBucket(Protocol):
-    """Parameters whose values and gradients move together; lines of the program launch and wait for both.
-
-    `engine.buckets.ReplicatedBucket` replicates them, `engine.distributed_optimizer.ShardedBucket` shards
-    their masters (ZeRO-1), `engine.fsdp_ddp.FsdpBucket` leaves them to FSDP2.
-    """
+class MovedBucket(Protocol):
+    """Parameters whose values and gradients move together; lines of the program launch and wait for both."""
 
     @property
     def parameters(self) -> Sequence[Tensor]: ...
@@ -151,6 +147,30 @@ class ParamBucket(Protocol):
     @property
     def is_sharded(self) -> bool:
         """True if `gather` waits for other replicas."""
+
+    def gather(self) -> None:
+        """Launches the all-gather of parameters that an optimizer has updated."""
+
+    def wait_gathered(self) -> None: ...
+
+    def free_parameters(self) -> None:
+        """Frees parameters that are not gathered for the whole step."""
+
+    def begin_gradients(self) -> None:
+        """Starts the gradients of a microbatch at zero, if they are reduced in each."""
+
+    def reduce(self) -> None:
+        """Launches the sum of gradients over replicas."""
+
+    def wait_reduced(self) -> None: ...
+
+
+class ParamBucket(MovedBucket, Protocol):
+    """Trained parameters that move together.
+
+    `engine.buckets.ReplicatedBucket` replicates them, `engine.sharded_bucket.ShardedBucket` shards them
+    (ZeRO-1 to 3), `engine.fsdp_ddp.FsdpBucket` leaves them to FSDP2.
+    """
 
     @property
     def reduced_grad(self) -> Tensor:
@@ -171,16 +191,6 @@ class ParamBucket(Protocol):
 
     def end_step(self) -> None:
         """Completes `grad` of all parameters, after gradients are reduced and tied ones are summed."""
-
-    def gather(self) -> None:
-        """Launches the all-gather of parameters that an optimizer has updated."""
-
-    def wait_gathered(self) -> None: ...
-
-    def reduce(self) -> None:
-        """Launches the sum of gradients over replicas."""
-
-    def wait_reduced(self) -> None: ...
 
 
 class Batch(Protocol):

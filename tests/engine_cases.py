@@ -23,6 +23,7 @@ from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
+from optimus.planner.systems.fsdp import FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import search_pipelines
@@ -95,6 +96,7 @@ class Case:
     slots: bool = True  # work of encoders may stand between a launch and its wait
     odd: bool = False  # as many heads and columns as do not go round
     strategy: str = "fill"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
+    zero: int = 3  # of fsdp: what replicas share
     small_encoders: bool = True  # every TP rank of a pipeline's stage may have a copy of an encoder
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
@@ -172,6 +174,10 @@ class Case:
             return min(list_three_phase_candidates(context, llm), key=lambda each: each.estimate_s)
         if self.strategy == "balanced-best":
             return search_pipelines(context, self.job.model.modules, starts=1, evaluations=0)[0]
+        if self.strategy == "fsdp":
+            found = FsdpSystem(tp=self.tp).candidates(LlmPipelines(context))
+            fitting = [c for c in found if (c.sequences, c.sharding) == (self.sequences, self.zero)]
+            return fitting[0]
         by_rule = {"stage0": Stage0System, "balanced": BalancedSystem}[self.strategy]
         return by_rule(chunks=self.chunks).best_pipeline(LlmPipelines(context))
 
@@ -391,6 +397,10 @@ def _system(strategy: str, name: str, **given: Any) -> Case:
     return Case(name=f"{strategy}: {name}", strategy=strategy, **given)
 
 
+def _fsdp(name: str, **given: Any) -> Case:
+    return _system("fsdp", name, pp=1, sharded=True, clip=0.05, **given)
+
+
 # Other systems than bubble filling: encoder layers in the LLM's pipeline, or all before and after it.
 SYSTEMS = [
     _system("stage0", "two stages", ranks=2, pp=2, tied=True),
@@ -413,6 +423,17 @@ SYSTEMS = [
     _system("balanced-best", "four stages, two encoders", ranks=4, pp=4, encoders=((1, 1),) * 2, layers=8),
     _system("balanced-best", "frozen trunk", ranks=4, pp=4, frozen_trunk=("vision",), layers=6, tied=True),
     _system("balanced-best", "eight: pp 4 x tp 2", ranks=8, pp=4, tp=2, layers=8, sharded=True, clip=0.05),
+    _fsdp("two ranks, tied", ranks=2, tied=True),
+    _fsdp("two ranks, one microbatch, recomputed", ranks=2, microbatches=1, recompute="full"),
+    _fsdp("four ranks, two encoders", ranks=4, encoders=((1, 1),) * 2, dropout=True, images="rare"),
+    _fsdp("four ranks, frozen trunk", ranks=4, frozen_trunk=("vision",), microbatches=2, plain=True),
+    _fsdp("four ranks, frozen llm", ranks=4, frozen_llm=True, recompute="selective"),
+    _fsdp("four ranks, frozen encoder", ranks=4, frozen=("vision",), encoders=((1, 1),) * 2, sections=True),
+    _fsdp("four: tp 2 x dp 2", ranks=4, tp=2, tied=True, segments=True),
+    _fsdp("four: tp 2 x dp 2, encoder too", ranks=4, tp=2, small_encoders=False, recompute="full"),
+    _fsdp("parameters kept, two ranks", ranks=2, zero=2, tied=True),
+    _fsdp("parameters kept, four: tp 2 x dp 2", ranks=4, tp=2, zero=2, frozen_trunk=("vision",)),
+    _fsdp("eight ranks, three encoders", ranks=8, encoders=((1, 1),) * 3, microbatches=2, odd=True),
     _system("three-phase", "two stages", ranks=2, pp=2),
     _system("three-phase", "two by two, two encoders", ranks=4, pp=2, encoders=((1, 1),) * 2, sequences=2),
     _system("three-phase", "tp 2, three microbatches", ranks=4, pp=2, tp=2, microbatches=3, tied=True),

@@ -33,10 +33,10 @@ from torch import distributed as dist
 from optimus.data import dealing
 from optimus.engine.buckets import ReplicatedBucket, view_as_params
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.optimizer_config import ModuleOptimizer, OptimizerConfig
 from optimus.engine.process_groups import build_tp_group, make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.job import workload
 from optimus.models.build import build_layers, named_parameters
@@ -170,6 +170,7 @@ class RankRun:
         """Returns the gradients of the whole batch, by name."""
         for bucket in self.buckets:
             if isinstance(bucket, ShardedBucket) and bucket.group is not None:
+                bucket.begin_gradients()
                 all_gather_single(bucket.grad_buffer, bucket.reduced_grad, bucket.group)
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -179,7 +180,7 @@ class RankRun:
 
     def learned(self) -> dict[str, Tensor]:
         """Parameters that changed, as the next step would see them."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.buckets.frozen):
             bucket.gather()
             bucket.wait_gathered()
         named = self.model.parameters.items()

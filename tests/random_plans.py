@@ -19,6 +19,7 @@ from optimus.planner.layouts import encoder_layout_error
 from optimus.planner.systems.colocated_plan import (
     ColocatedEncoder,
     ColocatedPlanBuilder,
+    Sharding,
     encoder_layout_on_llm_gpus,
 )
 from optimus.planner.systems.pipeline import PipelineCandidate, available_op_orders
@@ -77,7 +78,7 @@ def random_llm(rng: Random, context: PlanningContext, *, splits: bool = True) ->
 def random_pipeline(
     rng: Random, context: PlanningContext, modules: tuple[Encoder | Llm, ...], *, splits: bool = True
 ) -> PipelineCandidate:
-    """Cut anywhere: some virtual stages may be empty."""
+    """Cut anywhere: some virtual stages may be empty. One stage of all modules may be sharded like FSDP's."""
     size, stages = context.microbatch_sequences, context.layout.pp
     divided = context.microbatches(size)
     assert divided is not None
@@ -94,6 +95,7 @@ def random_pipeline(
             stages=stages, chunks=chunks, microbatches=microbatches, warmup=warmup
         )
     inner = sorted(rng.randint(0, len(layers)) for _ in range(stages * chunks - 1))
+    alone = stages * chunks == 1 and context.layout.dp > 1 and len(modules) > 1
     return PipelineCandidate(
         context=context,
         layers=layers,
@@ -104,6 +106,7 @@ def random_pipeline(
         sequences=size,
         policy=policy,
         explicit_order=explicit_order,
+        sharding=rng.choice(tuple(Sharding)) if alone else Sharding.OPTIMIZER,
     )
 
 

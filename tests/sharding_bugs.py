@@ -15,10 +15,14 @@ from engine_bugs import Bugs, wrapped
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.engine import resharding
 from optimus.engine.buckets import RankBuckets
 from optimus.engine.compile import ProgramCompiler
-from optimus.engine.distributed_optimizer import CLIP_EPS, DistributedOptimizer, ShardedBucket
+from optimus.engine.distributed_optimizer import CLIP_EPS, DistributedOptimizer
 from optimus.engine.executor import Executor
+from optimus.engine.resharding import Resharding
+from optimus.engine.sharded_bucket import ShardedBucket
+from optimus.ir.op import OpKind
 from optimus.models.collectives import all_gather_single, reduce_scatter_single
 
 TWO = "sharded: two by two interleaved"
@@ -26,6 +30,7 @@ TIED = "sharded: zero-bubble, tied, dropout, two encoders"
 FOUR = "sharded: four replicas"
 ENDS = "sharded: eight: pp 4, encoder pp 2"
 HALF = "bf16: two by two interleaved"
+FSDP = "fsdp: two ranks, tied"
 SHARDING_BUGS: Bugs = {}
 bug = partial(engine_bugs.bug, into=SHARDING_BUGS)
 
@@ -49,25 +54,25 @@ def _gather_nothing(original: Any, self: ShardedBucket) -> None:
 
 
 def _gather_before_casting(original: Any, self: ShardedBucket) -> None:
-    before = self._param_buffer.clone()
+    before = self.param_buffer.clone()
     original(self)
     self.wait_gathered()
     if hasattr(self, "gathered"):
-        self._param_buffer.copy_(before)
+        self.param_buffer.copy_(before)
     self.gathered = True  # type: ignore[attr-defined]
 
 
 def _rolled(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
-    self._param_buffer.copy_(self._param_buffer.roll(1))
+    self.param_buffer.copy_(self.param_buffer.roll(1))
 
 
 def _replicas_change_places(original: Any, self: ShardedBucket) -> None:
     original(self)
     self.wait_gathered()
     if self.group is not None:
-        self._param_buffer.copy_(self._param_buffer.roll(len(self._param_shard)))
+        self.param_buffer.copy_(self.param_buffer.roll(len(self._param_shard)))
 
 
 changed("parameters are gathered in the first step only", TWO, ShardedBucket, "gather", _gather_once)
@@ -177,7 +182,7 @@ def _() -> AbstractContextManager[Any]:
         if group is not None:
             size, parts = len(self.master), dist.get_world_size(group)
             place = (dist.get_rank(group) + 1) % parts
-            self.master.data.copy_(self._param_buffer[place * size : (place + 1) * size])
+            self.master.data.copy_(self.param_buffer[place * size : (place + 1) * size])
 
     return wrapped(ShardedBucket, "__init__", make)
 
@@ -199,26 +204,85 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a parameter keeps its own memory", TWO)
 def _() -> AbstractContextManager[Any]:
-    def place(original: Any, self: ShardedBucket, wide: torch.dtype) -> None:
-        last = self.parameters[-1]
-        own = last.data
-        original(self, wide)
-        last.data = own
+    def place(original: Any, self: ShardedBucket, parameters: Any, *rest: Any) -> None:
+        own = parameters[-1].data
+        original(self, parameters, *rest)
+        parameters[-1].data = own
 
-    return wrapped(ShardedBucket, "_flatten_parameters", place)
+    return wrapped(ShardedBucket, "__init__", place)
 
 
 @bug("gradients of two parameters change places", TWO)
 def _() -> AbstractContextManager[Any]:
-    def place(original: Any, self: ShardedBucket, wide: torch.dtype) -> None:
-        original(self, wide)
+    def place(original: Any, self: ShardedBucket, *given: Any) -> None:
+        original(self, *given)
         views = self.grad_views
         for a, b in combinations(range(len(views)), 2):
             if views[a].shape == views[b].shape:
                 views[a], views[b] = views[b], views[a]
                 return
 
-    return wrapped(ShardedBucket, "_flatten_parameters", place)
+    return wrapped(ShardedBucket, "__init__", place)
+
+
+# ---------------------------------------------------------------------------- parameters and gradients freed
+
+
+def _keep_old_gradients(original: Any, self: ShardedBucket) -> None:
+    """Gradients of a microbatch begin with what memory holds: here those of the microbatch before."""
+    kept = getattr(self, "kept", None)
+    original(self)
+    if self.reduces_microbatches and kept is not None:
+        self.grad_buffer.copy_(kept)
+
+
+def _reduce_and_keep(original: Any, self: ShardedBucket) -> None:
+    if self.reduces_microbatches:
+        self.kept = self.grad_buffer.clone()  # type: ignore[attr-defined]
+    original(self)
+
+
+@bug("gradients of a microbatch begin with those of the last", FSDP)
+def _() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(wrapped(ShardedBucket, "begin_gradients", _keep_old_gradients))
+    stack.enter_context(wrapped(ShardedBucket, "reduce", _reduce_and_keep))
+    return stack
+
+
+def _gather_when_allocated(original: Any, self: ShardedBucket) -> None:
+    """The gather for a backward finds other values in memory than it should."""
+    original(self)
+    self.wait_gathered()
+    self.param_buffer.mul_(1 + 1e-3 * getattr(self, "gathers", 0))
+    self.gathers = 1 - getattr(self, "gathers", 0)  # type: ignore[attr-defined]
+
+
+def _sum_once(original: Any, self: ShardedBucket) -> None:
+    before = self.reduced_grad.clone()
+    original(self)
+    if self.reduces_microbatches and before.any():
+        self.reduced_grad.copy_(before)  # of the first microbatch alone
+
+
+changed("parameters of a backward are not those of the forward", FSDP, ShardedBucket, "gather",
+        _gather_when_allocated)  # fmt: skip
+changed("gradients of one microbatch are kept", FSDP, ShardedBucket, "wait_reduced", _sum_once)
+
+
+@bug("parameters are freed before their last reader", FSDP)
+def _() -> AbstractContextManager[Any]:
+    def place(original: Any, self: Resharding, *given: Any) -> None:
+        original(self, *given)
+        for line in sorted(self.behind):
+            self.before[line] += self.behind.pop(line)
+
+    return wrapped(Resharding, "__init__", place)
+
+
+@bug("nothing waits for the parameters of a backward", FSDP)
+def _() -> AbstractContextManager[Any]:
+    return patch.object(resharding, "READS_PARAMETERS", (OpKind.FORWARD,))
 
 
 # ---------------------------------------------------------------------------- norm, clipping, optimizer
@@ -346,7 +410,7 @@ def _() -> AbstractContextManager[Any]:
     def wait(original: Any, self: ShardedBucket) -> None:
         if self._gather_work is not None and self.group is not None:
             self._param_shard.copy_(self.master.detach())
-            all_gather_single(self._param_buffer, self._param_shard, self.group)
+            all_gather_single(self.param_buffer, self._param_shard, self.group)
         self._gather_work = None
 
     stack.enter_context(wrapped(ShardedBucket, "gather", gather))

@@ -23,7 +23,7 @@ from benchmarks.paced_plan import PacedPlan, PhaseEnd, TinyBatch, TinyStage, fin
 from benchmarks.paced_steps import run_rounds
 from benchmarks.paced_torch import list_programs
 from benchmarks.report import EVENLY, BenchResult, VariantTime, to_json, to_text
-from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM

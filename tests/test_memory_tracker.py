@@ -139,7 +139,7 @@ def test_tensors_belong_to_who_made_them(counter: tuple[MemoryTracker, torch.Ten
         count.begin(line)
         held.append(torch.zeros(size))
         count.end(line)
-    assert count.live_bytes[max(lines)].tolist() == [400, 800, 1200]
+    assert count.live_bytes[max(lines)].tolist() == [400, 800, 1200, 0]
 
 
 # ---------------------------------------------------------------------------- plans

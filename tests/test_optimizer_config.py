@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import optimization
 
 import optimus
-from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
+from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.optimizer_config import ModuleOptimizer, OptimizerConfig, ParamGroup
 from optimus.engine.run_section import read_training_config
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.errors import UserError
 
 STEPS = 1000

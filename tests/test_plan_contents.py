@@ -12,12 +12,12 @@ from optimus.ir.plan import Bucket, Plan, PlannedModule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import make_plan
+from optimus.verify.buckets import check_trained_layers_in_buckets
 from optimus.verify.rules import (
     check_gpu_capacity,
     check_recomputation,
     check_seam_gathers,
     check_template_layers,
-    check_trained_layers_in_buckets,
 )
 from optimus.verify.validator import check_plan
 

@@ -16,6 +16,7 @@ from plan_by_hand import llm_alone, two_pipelines
 
 from optimus.errors import UserError
 from optimus.ir import planfile
+from optimus.ir.plan import Span
 from optimus.ir.planfile import format_plan, load_plan, parse_plan, save_plan
 
 ParsedDocument = dict[str, Any]
@@ -57,7 +58,7 @@ REFUSALS: list[tuple[Callable[[ParsedDocument], Any], str, str]] = [
     (drop("schema"), "plan", "has no schema"),
     (put("optimus.job/1", "schema"), "schema", "is not the schema of a plan"),
     (put(1, "schema"), "schema", "is not the schema of a plan"),
-    (put("optimus.plan/4", "schema"), "schema", "is newer"),
+    (put("optimus.plan/5", "schema"), "schema", "is newer"),
     (put([], "requires"), "requires", "is not known here"),
     (put("attention", "modules", "llm", "recomputed"), "modules.llm.recomputed", "is not a list"),
     (put([1], "modules", "llm", "recomputed"), "modules.llm.recomputed[0]", "is not text"),
@@ -218,8 +219,18 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(path) == "is larger than 1,000 bytes"
 
 
+def to_format_3(document: ParsedDocument) -> None:
+    """Undoes what format 4 changed."""
+    document["schema"] = "optimus.plan/3"
+    for row in (*document["buckets"], document["legend"]["bucket"]):
+        del row[-2:]
+    for row in (*document["memory"], document["legend"]["memory"]):
+        del row[-1]
+
+
 def to_format_2(document: ParsedDocument) -> None:
-    """Undoes what format 3 changed."""
+    """Undoes what formats 3 and 4 changed."""
+    to_format_3(document)
     document["schema"] = "optimus.plan/2"
     del document["dealing_replicas"]
     for module in document["modules"].values():
@@ -264,6 +275,22 @@ def test_a_plan_from_before_dealing_keeps_images_on_their_replica() -> None:
     assert format_plan(old) == format_plan(two_pipelines())
 
 
+def test_a_plan_from_before_sharded_parameters_gathers_them_once_a_step() -> None:
+    old = parse_plan(edited(to_format_3), "x.json")
+    assert {bucket.gathered_per for stage in old.modules["llm"].buckets for bucket in stage} == {Span.STEP}
+    assert format_plan(old) == format_plan(two_pipelines())
+
+
+@pytest.mark.parametrize("path", [("buckets",), ("memory",), ("legend",), ("buckets", 0), ("memory", 0)])
+@pytest.mark.parametrize("value", [None, 3, "x", {}, [[]], [None]])
+def test_broken_files_of_format_3_are_refused(path: tuple[str | int, ...], value: Any) -> None:
+    def broken(document: ParsedDocument) -> None:
+        to_format_3(document)
+        put(value, *path)(document)
+
+    refused(edited(broken))
+
+
 @pytest.mark.parametrize("path", [("modules",), ("chunks",), ("templates",), ("legend",), ("modules", "llm")])
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [[]], [[[]]], {"llm-F": [[]]}, {"a": [["x", 1]]}])
 def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any) -> None:
@@ -275,7 +302,7 @@ def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any)
 
 
 def test_formats_that_cannot_be_read() -> None:
-    assert "update" in refused(edited(put("optimus.plan/4", "schema"))).hint
+    assert "update" in refused(edited(put("optimus.plan/5", "schema"))).hint
 
     def old(value: Any, field: str) -> UserError:
         document = json.loads(format_plan(two_pipelines()))

@@ -92,7 +92,6 @@ def test_memory_is_counted_beside_the_plans(tmp_path: Path, planned: PlanningRes
         "optimizer",
         "LLM activations",
         "encoder activations",
-        "seam",
         "working",
         "peak",
     ]

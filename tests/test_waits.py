@@ -16,11 +16,11 @@ from torch import distributed as dist
 from benchmarks.host_issue import FakeGroups
 from optimus.engine.compile import describe_line
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import ShardedBucket
 from optimus.engine.executor import Executor
 from optimus.engine.p2p import Key, P2PMailbox, SideStream
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.engine.torch_private import fake_process_group
 from optimus.models.collectives import AsyncCollective
 

@@ -170,7 +170,8 @@ def _memory_table(use: MemoryUse, planned_only: Mapping[str, int]) -> list[str]:
         label = name.replace("_", " ").replace("llm", "LLM")
         return label, f"{planned / size:,.2f}", f"{counted / size:,.2f}", error
 
-    rows = [row(name, planned, use.counted[name]) for name, planned in use.planned.items()]
+    both = {name: (planned, use.counted[name]) for name, planned in use.planned.items()}
+    rows = [row(name, *sizes) for name, sizes in both.items() if any(sizes)]
     rows.append(row("peak", use.planned_peak, use.counted_peak))
     rows += [(name, f"{planned / size:,.2f}", "-", "") for name, planned in planned_only.items()]
     return align_columns((f"memory {unit}", "planned", "counted", "plan over count"), rows)

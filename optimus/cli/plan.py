@@ -314,7 +314,9 @@ def _worth_lines(planned: PlanningResult) -> list[str]:
         parts.append(words)
     if gain < MIN_SPEEDUP_WORTH_FILLING:
         than = "no faster than" if gain < 1.0005 else f"only {gain:.3f} times as fast as"
-        parts.append(f"it is {than} {simpler.name}, which is simpler: use {simpler.name}")
+        plans = simpler.search_result is not None
+        how = f"plan with --strategy {simpler.name}" if plans else f"use {simpler.name}"
+        parts.append(f"it is {than} {simpler.name}, which is simpler: {how}")
     elif simpler is not reference:
         parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best simpler system")
     return wrap_text("worth", "; ".join(parts))

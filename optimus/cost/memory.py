@@ -78,6 +78,24 @@ def model_state_memory(layers: Iterable[PricedLayer], precision: Precision) -> R
     return RankMemory(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
+def sharded_state_memory(
+    layers: Iterable[PricedLayer], precision: Precision, *, keeps_gathered: bool
+) -> RankMemory:
+    """Returns the model states on a rank of ZeRO-3, or of ZeRO-2 if parameters are kept gathered.
+
+    Trained parameters are cast from the masters when they are gathered: they have no other shard.
+    """
+    parameters = gradients = optimizer = 0.0
+    for layer in layers:
+        whole, shard = layer.parameters + layer.expert_parameters, layer.shard_parameters
+        held = whole if keeps_gathered else 0.0 if layer.trained else shard
+        parameters += held * precision.parameter_bytes
+        if layer.trained:
+            gradients += shard * precision.gradient_bytes
+            optimizer += shard * precision.optimizer_bytes
+    return RankMemory(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
 def peak_activation_bytes(
     order: tuple[tuple[OpKind, int, int], ...],
     saved_activation_bytes: ArrayLike,

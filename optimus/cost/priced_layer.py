@@ -40,6 +40,12 @@ class PricedLayer:
     recomputed_bytes: float = 0.0  # of activations recomputed before the layer's backward
     gradient_bytes: float = 0.0  # of activations, alive only while the layer's own backward runs
     logits_bytes: float = 0.0
+    logit_gradient_bytes: float = 0.0
+
+    @property
+    def held_for_weight_grad_bytes(self) -> float:
+        """Bytes that wait for the weight gradient, if it is computed apart from the input's."""
+        return self.recomputed_bytes + self.logit_gradient_bytes
 
     @property
     def backward_bytes(self) -> float:
@@ -153,6 +159,7 @@ def price_llm_layers(
         trained=llm.train,
         flops=flops.lm_head_flops(llm, load),
         logits_bytes=tokens * llm.vocab / tp * SAVED_BYTES_PER_LOGIT,
+        logit_gradient_bytes=tokens * llm.vocab / tp * BF16_BYTES,
     )
     layers = _stack_layers(
         llm.name, llm.stack, load, layout, cost_model, recompute, train=llm.train, passes_gradients=passes

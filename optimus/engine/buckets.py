@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +14,17 @@ from torch.distributed.tensor import DTensor
 from optimus.engine.optimizer_config import ParamGroup
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Span
 from optimus.models.chunk import trainable_parameters
 from optimus.models.phase_order import ALL_LAYERS
-from optimus.protocols import Chunk, ParamBucket
+from optimus.protocols import Chunk, MovedBucket, ParamBucket
 
-BucketType = Callable[[Sequence[Tensor], dist.ProcessGroup | None], ParamBucket]
+if TYPE_CHECKING:
+    from optimus.engine.sharded_bucket import FrozenBucket
+
+# Of parameters, their group and, where it is not one step, for how much they are gathered and reduced.
+BucketType = Callable[..., ParamBucket]
+FrozenType = Callable[[Sequence[Tensor], dist.ProcessGroup | None, Span], "FrozenBucket"]
 GroupOf = Callable[[Tensor], ParamGroup]
 
 
@@ -84,6 +90,12 @@ class ReplicatedBucket:
             self._work.wait()
             self._work = None
 
+    def free_parameters(self) -> None:
+        """Does nothing: parameters are never sharded."""
+
+    def begin_gradients(self) -> None:
+        """Does nothing: gradients are reduced once a step."""
+
 
 class RankBuckets:
     """All buckets of one rank; each parameter is in exactly one.
@@ -105,8 +117,11 @@ class RankBuckets:
         tied: Sequence[Tensor] = (),
         partial: Sequence[Tensor] = (),
         group_of: GroupOf = group_all,
+        frozen_type: FrozenType | None = None,
     ) -> None:
         self._plan, self._groups, self._chunks, self._bucket_type = plan, groups, chunks, bucket_type
+        self._frozen_type = frozen_type
+        self._frozen: dict[tuple[str, int], FrozenBucket] = {}
         self._group_of = group_of
         self._tied = {id(parameter) for parameter in tied}
         self._partial = {id(parameter) for parameter in partial}
@@ -121,13 +136,21 @@ class RankBuckets:
     def __iter__(self) -> Iterator[ParamBucket]:
         return chain(chain.from_iterable(self._planned.values()), self.unplanned)
 
-    def at(self, module: str, place: int) -> tuple[ParamBucket, ...]:
-        """Returns the buckets at a place of the module's stage; none if it trains nothing."""
-        return self._planned.get((module, place), ())
+    @property
+    def frozen(self) -> tuple[FrozenBucket, ...]:
+        """Buckets of frozen parameters that are sharded; others are whole on every rank."""
+        return tuple(self._frozen.values())
 
-    def needed_by(self, module: str, chunk: int, layer: int) -> Iterator[ParamBucket]:
-        """Yields the buckets that hold parameters of a layer of a chunk (or of `ALL_LAYERS`)."""
+    def at(self, module: str, place: int) -> tuple[MovedBucket, ...]:
+        """Returns the buckets at a place of the module's stage; none if it moves nothing."""
+        frozen = self._frozen.get((module, place))
+        return (*self._planned.get((module, place), ()), *(() if frozen is None else (frozen,)))
+
+    def needed_by(self, module: str, chunk: int, layer: int) -> Iterator[MovedBucket]:
+        """Yields the buckets of a step that hold parameters of a layer of a chunk (or of `ALL_LAYERS`)."""
         for place, bucket in enumerate(self._buckets_of(module)):
+            if bucket.gathered_per > Span.STEP:
+                continue
             in_bucket = layer == ALL_LAYERS or bucket.first_layer <= layer < bucket.end_layer
             if bucket.chunk == WHOLE_STAGE or (bucket.chunk == chunk and in_bucket):
                 yield from self.at(module, place)
@@ -172,7 +195,17 @@ class RankBuckets:
             if bucket.chunk != WHOLE_STAGE and len(unassigned) < len(held) and group is not None:
                 raise _shared_parameter(name)
             self._assigned |= {id(parameter) for parameter in unassigned}
-            self._planned[name, place] = self._make(name, unassigned, group)
+            spans = bucket.gathered_per, bucket.reduced_per
+            if max(spans) == Span.STEP:
+                self._planned[name, place] = self._make(name, unassigned, group)
+                continue
+            if self._frozen_type is None:
+                raise _cannot_reshard(name)
+            self._planned[name, place] = self._make(name, unassigned, group, *spans)
+            frozen = self._frozen_in(name, bucket) if bucket.gathered_per > Span.STEP else []
+            if frozen:
+                self._assigned |= {id(parameter) for parameter in frozen}
+                self._frozen[name, place] = self._frozen_type(frozen, group, bucket.gathered_per)
         trained = {id(p) for p in trainable_parameters(list_all_layers({name: self._chunks[name]}))}
         if group is not None and trained - (self._assigned - before):
             raise _missing_parameter(name)
@@ -188,14 +221,15 @@ class RankBuckets:
             yield from self._make(name, parameters, None)
 
     def _make(
-        self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+        self, name: str, parameters: Sequence[Tensor], group: dist.ProcessGroup | None, *spans: Span
     ) -> tuple[ParamBucket, ...]:
         """Makes one bucket, and one for each tied parameter."""
         tied = [[p] for p in parameters if id(p) in self._tied and not isinstance(p, DTensor)]
         untied = [p for p in parameters if id(p) not in self._tied or isinstance(p, DTensor)]
         partial = sorted((p for p in untied if id(p) in self._partial), key=self._group_of)
         whole = sorted((p for p in untied if id(p) not in self._partial), key=self._group_of, reverse=True)
-        buckets = tuple(self._bucket_type(part, group) for part in ([*partial, *whole], *tied) if part)
+        parts = [part for part in ([*partial, *whole], *tied) if part]
+        buckets = tuple(self._bucket_type(part, group, *spans) for part in parts)
         self._module_of.update(dict.fromkeys(buckets, name))
         return buckets
 
@@ -207,6 +241,19 @@ class RankBuckets:
             elif bucket.chunk == number:
                 parameters += chunk.trainable_parameters(bucket.first_layer, bucket.end_layer)
         return parameters
+
+    def _frozen_in(self, name: str, bucket: Bucket) -> list[Tensor]:
+        """Returns the frozen parameters of a bucket that no other holds, each once."""
+        of_bucket = range(bucket.first_layer, bucket.end_layer)
+        held = {
+            id(parameter): parameter
+            for number, chunk in enumerate(self._chunks[name])
+            for at, layer in enumerate(chunk.layers)
+            if bucket.chunk == WHOLE_STAGE or (bucket.chunk == number and at in of_bucket)
+            for parameter in layer.parameters()
+            if not parameter.requires_grad and id(parameter) not in self._assigned
+        }
+        return list(held.values())
 
 
 def list_all_layers(chunks: Mapping[str, tuple[Chunk, ...]]) -> list[torch.nn.Module]:
@@ -239,6 +286,14 @@ def _shared_parameter(name: str) -> UserError:
         problem="has a parameter that two of its buckets share, and is trained on several ranks",
         hint="put what shares a parameter into one stage or block, or plan with the preset `paper`, "
         "whose buckets are whole stages",
+    )
+
+
+def _cannot_reshard(name: str) -> UserError:
+    return UserError(
+        field=f"plan.modules.{name}.buckets",
+        problem="are gathered or reduced in every microbatch, which modules of one's own do not do here",
+        hint="plan with another system than fsdp",
     )
 
 

@@ -117,8 +117,13 @@ def _list_runs(rank: RankTrainer) -> Iterator[tuple[Tensor, int, dict[str, Tenso
                 values = {kind: flat[low - begin : high - begin] for kind, flat in kinds.items()}
                 yield parameter, low - at, values
             at += parameter.numel()
+    sharded: set[int] = set()
+    for bucket in rank.executor.buckets.frozen:
+        sharded |= {id(parameter) for parameter in bucket.parameters}
+        for parameter, begin, values in bucket.shard_runs():
+            yield parameter, begin, {MASTER: values}
     for parameter in rank.model.parameters.values():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and id(parameter) not in sharded:
             yield parameter, 0, {MASTER: parameter.detach().view(-1)}
 
 

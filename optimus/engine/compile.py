@@ -24,12 +24,13 @@ from optimus.engine.process_groups import (
     find_stage_peer,
     receives_encoder_rows,
 )
+from optimus.engine.resharding import Resharding
 from optimus.ir.op import COMPUTE_OPS, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models.phase_order import ChunkPhase, place_phases
 from optimus.models.segment import Gradients, State
-from optimus.protocols import Batch, Chunk, ParamBucket
+from optimus.protocols import Batch, Chunk, MovedBucket
 
 Run = Callable[[], None]
 FORWARD, BACKWARD, ROWS = "forward", "backward", "rows"  # payloads of messages
@@ -40,7 +41,7 @@ FORWARD_KINDS = (
     OpKind.SEND_SEAM,
     OpKind.RECV_SEAM,
     OpKind.UNSHARD,
-)
+)  # of evaluation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +81,7 @@ class ProgramCompiler:
         finish: Run,
     ) -> None:
         self.plan, self.groups, self.chunks, self.specs = plan, groups, chunks, specs
-        self.buckets, self._gathered = buckets, set(buckets.unplanned)
+        self.buckets, self._gathered = buckets, set[MovedBucket](buckets.unplanned)
         self.mailbox, self.side_stream = mailbox, side_stream
         self.step_state, self.finish = step_state, finish
         # Ops launched on the side stream, and the ranks that the launch waits for.
@@ -97,10 +98,16 @@ class ProgramCompiler:
         actions = []
         names = self.plan.names
         rows = self.program.rows.tolist()
+        resharding = Resharding(self.plan, self.device, self.buckets, self._placed_phases)
         for line, (module, kind, chunk, microbatch, place) in enumerate(rows):
             action = self._action(names[module], OpKind(kind), chunk, microbatch, place)
-            if action is not None:
-                actions.append(Action(line=line, kind=OpKind(kind), run=action[0], waits_for=action[1]))
+            if action is None:
+                continue
+            run, waits_for = action
+            if line in resharding.waits_for_gather:
+                waits_for = self._other_ranks([*waits_for, *self.groups.members[f"{names[module]}.dp"]])
+            runs = [*resharding.before.get(line, ()), run, *resharding.behind.get(line, ())]
+            actions.append(Action(line=line, kind=OpKind(kind), run=_sequence(runs), waits_for=waits_for))
         return actions
 
     def _action(
@@ -113,7 +120,7 @@ class ProgramCompiler:
         if kind == OpKind.OPTIMIZER:
             return self.finish, self._partners()
         moves = [
-            bucket.gather if kind == OpKind.UNSHARD else bucket.reduce
+            bucket.reduce if kind == OpKind.REDUCE_GRAD else bucket.gather
             for bucket in self.buckets.at(module, place)
         ]
         return (_sequence(moves), ()) if moves else None
@@ -185,7 +192,7 @@ class ProgramCompiler:
                     open_ops[name] = op
         return launchable
 
-    def _gathers_needed(self, module: str, chunk: int, layers: Sequence[int]) -> list[ParamBucket]:
+    def _gathers_needed(self, module: str, chunk: int, layers: Sequence[int]) -> list[MovedBucket]:
         """Returns the buckets of some layers that no earlier line has waited for."""
         needed = chain.from_iterable(self.buckets.needed_by(module, chunk, layer) for layer in layers)
         first = [bucket for bucket in dict.fromkeys(needed) if bucket not in self._gathered]

@@ -1,10 +1,4 @@
-"""Shards optimizer state over a module's replicas: ZeRO-1, as Megatron's distributed optimizer.
-
-Parameters stay replicated during a step. A bucket has one flat buffer of parameters in the dtype of compute,
-one of gradients in the dtype of the masters, and this rank's shard of both. One all-gather at the beginning
-of a step replicates the parameters, one reduce-scatter at its end sums the gradients. Lines of the program
-launch both, and no op computes with the result before it is waited for.
-"""
+"""Clips gradients and updates masters that are sharded over replicas, as Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -16,89 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from optimus.engine.buckets import GroupOf, check_one_dtype, view_as_params
+from optimus.engine.buckets import GroupOf
 from optimus.engine.optimizer_config import OptimizerConfig, ParamGroup
-from optimus.models.collectives import all_gather_single, reduce_scatter_single
+from optimus.engine.sharded_bucket import ShardedBucket
 
 SPIKE_WINDOW = 64  # steps whose median is the usual norm
 SPIKE_MIN_STEPS = 8  # before which nothing is a spike
 CLIP_EPS = 1e-6  # added to the norm that divides, as torch.nn.utils.clip_grad_norm_ does
-
-
-class ShardedBucket:
-    """Parameters of a module, replicated; `master` is the shard that this replica keeps and updates.
-
-    Gradients accumulate in the dtype of the masters, which is at least float32; weight-gradient phases find
-    them in `grad`.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        check_one_dtype(parameters)
-        self.parameters, self.group = list(parameters), group
-        replicas = 1 if group is None else dist.get_world_size(group)
-        self._replica = 0 if group is None else dist.get_rank(group)
-        like = self.parameters[0]
-        master_dtype = torch.promote_types(like.dtype, torch.float32)
-        size = -(-sum(parameter.numel() for parameter in self.parameters) // replicas)
-        self._param_buffer = torch.zeros(size * replicas, dtype=like.dtype, device=like.device)
-        self.grad_buffer = torch.zeros(size * replicas, dtype=master_dtype, device=like.device)
-        self._flatten_parameters(master_dtype)
-        self.shard_offset = self._replica * size
-        shard = slice(self.shard_offset, self.shard_offset + size)
-        self._param_shard = self._param_buffer[shard]  # the all-gather is in place
-        self.master = self._param_shard.to(master_dtype, copy=True)
-        self.reduced_grad = self.grad_buffer[shard]  # and so is the reduce-scatter
-        self._gather_work: dist.Work | None = None
-        self._reduce_work: dist.Work | None = None
-
-    def _flatten_parameters(self, grad_dtype: torch.dtype) -> None:
-        """Makes parameters views of the flat buffer, with gradients of a wider dtype."""
-        self.grad_views = view_as_params(self.grad_buffer, self.parameters)
-        views = view_as_params(self._param_buffer, self.parameters)
-        for parameter, view in zip(self.parameters, views, strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
-            parameter.grad = None
-            parameter.grad_dtype = grad_dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.group is not None
-
-    def local_grad(self, parameter: Tensor) -> Tensor:
-        assert len(self.parameters) == 1 and self.parameters[0] is parameter
-        return self.reduced_grad
-
-    def begin_step(self) -> None:
-        self.grad_buffer.zero_()
-        for parameter, view in zip(self.parameters, self.grad_views, strict=True):
-            parameter.grad = view
-
-    def end_step(self) -> None:
-        """Does nothing: the optimizer reads `reduced_grad`."""
-
-    def gather(self) -> None:
-        self._param_shard.copy_(self.master)
-        if self.group is not None:
-            self._gather_work = all_gather_single(
-                self._param_buffer, self._param_shard, self.group, async_op=True
-            )
-
-    def wait_gathered(self) -> None:
-        if self._gather_work is not None:
-            self._gather_work.wait()
-            self._gather_work = None
-
-    def reduce(self) -> None:
-        if self.group is not None:
-            self._reduce_work = reduce_scatter_single(
-                self.reduced_grad, self.grad_buffer, dist.ReduceOp.SUM, self.group, async_op=True
-            )
-
-    def wait_reduced(self) -> None:
-        if self._reduce_work is not None:
-            self._reduce_work.wait()
-            self._reduce_work = None
 
 
 class OptimizerTensor(NamedTuple):

@@ -13,6 +13,7 @@ from optimus.engine.compile import Action, ProgramCompiler, StepState, select_fo
 from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.p2p import MessageSpecs, P2PMailbox, SideStream
 from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.sharded_bucket import FrozenBucket, ShardedBucket
 from optimus.ir.plan import Plan
 from optimus.models.segment import State
 from optimus.protocols import Batch, Chunk, Recorder
@@ -54,7 +55,17 @@ class Executor:
         self.optimizer: DistributedOptimizer | None = None
         self._mailbox, self.side_stream, self._state = P2PMailbox(device), SideStream(device), StepState()
         self._recorder = recorder or _NullRecorder()
-        self.buckets = RankBuckets(plan, groups, chunks, bucket_type, tied, partial, group_of)
+        shards = isinstance(bucket_type, type) and issubclass(bucket_type, ShardedBucket)
+        self.buckets = RankBuckets(
+            plan,
+            groups,
+            chunks,
+            bucket_type,
+            tied,
+            partial,
+            group_of,
+            frozen_type=FrozenBucket if shards else None,
+        )
         self.actions = ProgramCompiler(
             plan,
             groups,

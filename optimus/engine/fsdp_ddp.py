@@ -160,6 +160,12 @@ class FsdpBucket:
         for module in self._modules:
             wait_fsdp_grads(module)
 
+    def free_parameters(self) -> None:
+        """Does nothing: FSDP2 decides when."""
+
+    def begin_gradients(self) -> None:
+        """Does nothing: gradients are reduced once a step."""
+
     def _launch_reduce(self) -> None:
         for module in self._modules:
             reduce_fsdp_grads(module)

@@ -8,7 +8,7 @@ Tensors that exist before the first line (parameters, gradients, optimizer) are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,9 +26,9 @@ from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.protocols import Batch, Recorder
-from optimus.verify.memory_replay import ACTIVATIONS, replay_live_bytes
+from optimus.verify.memory_replay import ALIVE, replay_live_bytes
 
-LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(len(ACTIVATIONS))
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED = range(len(ALIVE))
 STATES = ("parameters", "gradients", "optimizer")
 WORKING = ("working", "logits")  # planned as constant, counted with the component that allocates them
 _DEVICE = torch.ops.prim.device.default  # op that fake tensors call
@@ -39,8 +39,9 @@ def measure_step_memory(rank: RankTrainer, batch: Batch) -> tuple[Tensor | None,
     executor, parameters = rank.executor, rank.parameters
     assert rank.optimizer is not None
     states = _list_state_tensors(parameters, rank.optimizer)
-    state_tensors = chain.from_iterable(states.values())
-    with executor.side_stream.inline(), MemoryTracker(executor, state_tensors) as tracker:
+    states["parameters"] += [bucket.master for bucket in executor.buckets.frozen]
+    known = chain.from_iterable(states.values())
+    with executor.side_stream.inline(), MemoryTracker(executor, known, _moved_buffers(rank)) as tracker:
         loss = executor.step(batch)
     held = {name: _storage_bytes(tensors) for name, tensors in states.items()}
     dtype = str(parameters[0].dtype).removeprefix("torch.")
@@ -58,12 +59,12 @@ def _compare(
     live_bytes = tracker.live_bytes.sum(axis=1)
     before = np.concatenate([[0], live_bytes[:-1]])
     over = peak_bytes - alive.sum(axis=1) - working
-    peaks = dict(zip(ACTIVATIONS, tracker.live_bytes.max(axis=0).tolist(), strict=True))
+    peaks = dict(zip(ALIVE, tracker.live_bytes.max(axis=0).tolist(), strict=True))
     return MemoryUse(
         rank=rank,
         planned={
             **planned,
-            **dict(zip(ACTIVATIONS, alive.max(axis=0).tolist(), strict=True)),
+            **dict(zip(ALIVE, alive.max(axis=0).tolist(), strict=True)),
             "working": working,
         },
         counted={**states, **peaks, "working": int((peak_bytes - np.maximum(before, live_bytes)).max())},
@@ -79,11 +80,12 @@ def _compare(
 class MemoryTracker(TorchDispatchMode):
     """Dispatch mode and recorder around one step of an executor; lines still reach the executor's recorder.
 
-    `known` are tensors that are counted separately; the batch is not counted. `live_bytes` holds the bytes
-    alive at the end of every line, by component; `peak_bytes` the most while it ran.
+    `known` are tensors that are counted separately; the batch is not counted. `moved` are buffers that have
+    memory for a part of the step. `live_bytes` holds the bytes alive at the end of every line, by component;
+    `peak_bytes` the most while it ran.
     """
 
-    def __init__(self, executor: Executor, known: Iterable[Tensor]) -> None:
+    def __init__(self, executor: Executor, known: Iterable[Tensor], moved: Iterable[Tensor] = ()) -> None:
         super().__init__()
         plan, self._executor = executor.plan, executor
         program = plan.programs[plan.ranks.class_of(executor.groups.rank)]
@@ -91,11 +93,15 @@ class MemoryTracker(TorchDispatchMode):
         # By storage: those that are not counted; and those that are, with component and bytes.
         self._known: dict[int, weakref.ref[Any]] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        for buffer in moved:
+            storage = buffer.untyped_storage()
+            assert not storage.nbytes(), "a buffer is not freed"
+            self._alive[storage._cdata] = weakref.ref(storage), GATHERED, 0
         for tensor in known:
             self._exclude_input(tensor)
-        self._bytes, self._total = [0] * len(ACTIVATIONS), 0
+        self._bytes, self._total = [0] * len(ALIVE), 0
         self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
-        self.live_bytes: Ints = np.zeros((len(program), len(ACTIVATIONS)), np.int64)
+        self.live_bytes: Ints = np.zeros((len(program), len(ALIVE)), np.int64)
         self.peak_bytes: Ints = np.zeros(len(program), np.int64)
         self._recorder: Recorder
 
@@ -195,9 +201,20 @@ def _list_state_tensors(
     moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
     return {
         "parameters": list(parameters),
-        "gradients": [bucket.grad_buffer for bucket in buckets],
+        "gradients": [part for bucket in buckets for part in (bucket.grad_buffer, bucket.reduced_grad)],
         "optimizer": [*(bucket.master for bucket in buckets), *moments],
     }
+
+
+def _moved_buffers(rank: RankTrainer) -> Iterator[Tensor]:
+    """Yields buffers of parameters and gradients that have memory only for a part of the step."""
+    assert rank.optimizer is not None
+    for bucket in (*rank.optimizer.buckets, *rank.executor.buckets.frozen):
+        if bucket.reshards:
+            yield bucket.param_buffer
+    for bucket in rank.optimizer.buckets:
+        if bucket.reduces_microbatches:
+            yield bucket.grad_buffer
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

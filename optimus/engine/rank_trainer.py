@@ -16,12 +16,13 @@ from optimus.engine.batch_plan import BatchPlan, plan_batch
 from optimus.engine.buckets import ReplicatedBucket
 from optimus.engine.build_rank import RankModel, build_rank_model
 from optimus.engine.config import TrainingConfig
-from optimus.engine.distributed_optimizer import DistributedOptimizer, ShardedBucket
+from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.executor import Executor
 from optimus.engine.optimizer_config import ParamGroup
 from optimus.engine.prefetched_data import PrefetchedDataset
 from optimus.engine.process_groups import ProcessGroups
 from optimus.engine.rank_batch import RankBatch, list_needed_samples
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM

@@ -40,6 +40,7 @@ class OpKind(IntEnum):
     UNSHARD = 15  # data-parallel all-gather of parameters
     REDUCE_GRAD = 16  # data-parallel reduce-scatter of gradients
     OPTIMIZER = 17  # tied embeddings, clipping, update
+    UNSHARD_B = 18  # all-gather of parameters that were resharded after the forward, for the backward
 
     @property
     def short(self) -> str:
@@ -59,7 +60,12 @@ _LETTERS = {
     OpKind.INPUT_GRAD: "I",
     OpKind.WEIGHT_GRAD: "W",
 }
-_FILE_WORDS = {OpKind.UNSHARD: "gather", OpKind.REDUCE_GRAD: "reduce", OpKind.OPTIMIZER: "finish"}
+_FILE_WORDS = {
+    OpKind.UNSHARD: "gather",
+    OpKind.UNSHARD_B: "gather-b",
+    OpKind.REDUCE_GRAD: "reduce",
+    OpKind.OPTIMIZER: "finish",
+}
 KIND_OF_WORD = {kind.word: kind for kind in OpKind}
 
 COMPUTE_OPS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)  # these have phases
@@ -67,6 +73,7 @@ COMPUTE_PHASES = (OpKind.FORWARD, OpKind.RECOMPUTE, *COMPUTE_OPS[1:])
 COLLECTIVE_PHASES = (OpKind.LAUNCH, OpKind.WAIT)
 SENDS = (OpKind.SEND_F, OpKind.SEND_B, OpKind.SEND_SEAM, OpKind.SEND_SEAM_B)
 RECVS = (OpKind.RECV_F, OpKind.RECV_B, OpKind.RECV_SEAM, OpKind.RECV_SEAM_B)
+PARAMETER_TRAFFIC = (OpKind.UNSHARD, OpKind.UNSHARD_B, OpKind.REDUCE_GRAD)
 SEAMS = (OpKind.SEND_SEAM, OpKind.RECV_SEAM, OpKind.SEND_SEAM_B, OpKind.RECV_SEAM_B)
 KIND_OF_SHORT = {kind.short: kind for kind in OpKind}
 _SHORT_FORM = re.compile(r"(?:([^:\s]+):)?(0|[1-9][0-9]*)([A-Z_]+)(0|[1-9][0-9]*)")

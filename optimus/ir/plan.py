@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -14,7 +16,7 @@ from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.typed import INT32, INT64, NonNegative, NumberRange, Whole
 
-FORMAT = 3
+FORMAT = 4
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 MAX_LAYERS = 100_000
@@ -57,9 +59,22 @@ class PlannedChunk:
     send_s: NonNegative = 0.0
 
 
+class Span(IntEnum):
+    """Work for which parameters are gathered once, or whose gradients are reduced once."""
+
+    NEVER = 0
+    STEP = 1
+    MICROBATCH = 2  # its forward and backward
+    OP = 3  # its forward, and again its backward
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that one all-gather unshards and whose gradients one reduce-scatter reduces."""
+    """Parameters that one all-gather unshards and whose gradients one reduce-scatter reduces.
+
+    Parameters gathered for a step stay gathered (ZeRO-1 and 2). Others are freed behind the last phase that
+    reads them, in a microbatch or an op (ZeRO-3; FSDP2 calls the latter `reshard_after_forward`).
+    """
 
     chunk: Annotated[int, NumberRange(least=WHOLE_STAGE, most=INT32)]
     first_layer: Layers  # of the chunk
@@ -70,6 +85,8 @@ class Bucket:
     reduce_bytes: Bytes
     lane: Lane = Lane.DP
     gates: bool = True  # whether forwards of these layers wait for the gather
+    gathered_per: Span = Span.STEP
+    reduced_per: Span = Span.STEP  # NEVER: frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +115,23 @@ class PlannedModule:
         """Virtual stages that run something, from the first to the last; chunks outside have no templates."""
         filled = [virtual for virtual, chunk in enumerate(self.chunks) if chunk.templates]
         return range(filled[0], filled[-1] + 1) if filled else range(0)
+
+    @cached_property
+    def turns(self) -> tuple[int, ...]:
+        """The number of each encoder microbatch among those of its pipeline.
+
+        Buckets are gathered and reduced by turn: replicas of an encoder run other microbatches at a time.
+        """
+        counts: Counter[int] = Counter()
+        turns = []
+        for pipeline in self.pipelines:
+            turns.append(counts[pipeline])
+            counts[pipeline] += 1
+        return tuple(turns)
+
+    def turn_of(self, microbatch: int) -> int:
+        """Returns the turn of an encoder microbatch; of the LLM's, its number."""
+        return self.turns[microbatch] if self.turns else microbatch
 
     def cost_of(self, tokens: int) -> float:
         """Returns the cost of an image or sound, by which items are dealt to encoder pipelines."""
@@ -139,16 +173,18 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceClassMemory:
-    """Bytes on a rank of one device class: fixed components and claimed peaks of activations."""
+    """Bytes on a rank of one device class: fixed components, and what is alive where the sum peaks."""
 
     fixed: Mapping[str, int]  # by component
     llm_activations: int
     encoder_activations: int
     seam: int
+    gathered: int = 0  # parameters, and gradients to be reduced, of buckets that are not held for a step
 
     @property
     def peak(self) -> int:
-        return sum(self.fixed.values()) + self.llm_activations + self.encoder_activations + self.seam
+        alive = self.llm_activations + self.encoder_activations + self.seam + self.gathered
+        return sum(self.fixed.values()) + alive
 
 
 REGIONS = ("before", "slots", "between", "after")  # where encoder compute lies among a device's LLM ops

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.errors import nearest
-from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
+from optimus.ir.op import COMPUTE_OPS, PARAMETER_TRAFFIC, Ints, OpKind
 from optimus.ir.plan import ALL, Plan, Program
 from optimus.ir.ranks import LLM
 from optimus.job.nodes import DocumentNode
@@ -138,7 +138,7 @@ def _places(plan: Plan, llm_stage: int) -> NDArray[np.int64]:
     counts = np.ones((len(plan.names), len(OpKind), most), np.int64)
     for number, (name, module) in enumerate(plan.modules.items()):
         stage = llm_stage % module.layout.pp
-        counts[number, [OpKind.UNSHARD, OpKind.REDUCE_GRAD]] = len(module.buckets[stage])
+        counts[number, PARAMETER_TRAFFIC] = len(module.buckets[stage])
         for kind in COMPUTE_OPS:
             for chunk in range(module.layout.chunks):
                 counts[number, kind, chunk] = len(plan.template_of(name, kind, stage, chunk))

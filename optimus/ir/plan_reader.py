@@ -22,6 +22,7 @@ from optimus.ir.plan import (
     PlanClaims,
     PlannedChunk,
     PlannedModule,
+    Span,
     Template,
 )
 from optimus.ir.plan_lines import (
@@ -40,8 +41,13 @@ PHASE_KINDS = (*COMPUTE_PHASES, *COLLECTIVE_PHASES)
 PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
 CHUNK = ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"]
 BUCKET = ["chunk", "first_layer", "end_layer", "gather_s", "gather_bytes", "reduce_s", "reduce_bytes"]
-BUCKET += ["lane", "gates"]
-ALIVE = ["llm_activations", "encoder_activations", "seam"]  # columns of memory after the fixed components
+BUCKET += ["lane", "gates", "gathered_per", "reduced_per"]
+ALIVE = [
+    "llm_activations",
+    "encoder_activations",
+    "seam",
+    "gathered",
+]  # columns of memory after the fixed components
 LEGEND = {
     "modules": "places in the tables: chunks by virtual stage (chunk * pp + stage), buckets by stage",
     "chunk": CHUNK,
@@ -306,6 +312,18 @@ def _check_bucket(node: DocumentNode, bucket: Bucket) -> None:
         raise node[BUCKET.index("end_layer")].error(problem, f"use {bucket.first_layer} or more")
     if bucket.lane not in (Lane.TP, Lane.DP, Lane.HOST):
         raise node[BUCKET.index("lane")].error("is not a lane of buckets", "use tp, dp or host")
+    if bucket.gathered_per == Span.NEVER:
+        raise node[BUCKET.index("gathered_per")].error(
+            "leaves nothing to compute with", "use step, microbatch or op"
+        )
+    if bucket.reduced_per == Span.OP:
+        raise node[BUCKET.index("reduced_per")].error(
+            "is no span of gradients", "use never, step or microbatch"
+        )
+    if bucket.chunk == WHOLE_STAGE and bucket.gathered_per == Span.OP:
+        raise node[BUCKET.index("chunk")].error(
+            "is the whole stage, which is gathered for a microbatch or a step", "name a chunk"
+        )
 
 
 def _read_memory(node: DocumentNode, classes: int) -> tuple[DeviceClassMemory, ...]:

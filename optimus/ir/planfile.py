@@ -31,6 +31,8 @@ from optimus.job.typed import read_typed
 Row = list[Any]
 PLAN_FILE_ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
+LEGEND_3 = {**LEGEND, "bucket": LEGEND["bucket"][:-2], "memory": LEGEND["memory"][:-1]}  # of format 3
+TABLES_3 = ("buckets", "memory")  # to which format 4 added columns
 TABLE_LINES = 16  # a longer table has several rows on a line, so that the header stays short
 
 
@@ -124,7 +126,8 @@ def _bucket_row(bucket: Bucket) -> Row:
     layers = [int(bucket.chunk), int(bucket.first_layer), int(bucket.end_layer)]
     gather = [float(bucket.gather_s), int(bucket.gather_bytes)]
     reduce = [float(bucket.reduce_s), int(bucket.reduce_bytes)]
-    return [*layers, *gather, *reduce, bucket.lane.name.lower(), bool(bucket.gates)]
+    spans = [span.name.lower() for span in (bucket.gathered_per, bucket.reduced_per)]
+    return [*layers, *gather, *reduce, bucket.lane.name.lower(), bool(bucket.gates), *spans]
 
 
 def _memory_rows(memory: Sequence[DeviceClassMemory]) -> list[Row]:
@@ -234,8 +237,8 @@ def _migrate_from_1(root: DocumentNode) -> None:
         raise root["single_connection"].error(problem, "plan again; optimus check says whether it holds")
     for removed in ("seed", "requires", "single_connection"):
         document.pop(removed, None)
-    if document.get("legend") == {**LEGEND, "line": ["module.verb", *LEGEND["line"][1:]]}:
-        document["legend"] = LEGEND
+    if document.get("legend") == {**LEGEND_3, "line": ["module.verb", *LEGEND["line"][1:]]}:
+        document["legend"] = LEGEND_3
     for module in _objects(document.get("modules")).values():
         phases = list(_named_phases(document, _objects(module).get("chunks")))
         _objects(module).setdefault("recomputed", list(list_recomputed_kernels(phases)))
@@ -249,6 +252,19 @@ def _migrate_from_2(root: DocumentNode) -> None:
     claims.setdefault("lagged_s", claims.get("step_s"))
     for module in _objects(root.value.get("modules")).values():
         _objects(module).setdefault("item_cost", [1.0, 0.0])
+
+
+def _migrate_from_3(root: DocumentNode) -> None:
+    """States that parameters are gathered, and gradients reduced, once a step."""
+    document = root.value
+    if document.get("legend") == LEGEND_3:
+        document["legend"] = LEGEND
+    buckets, memory = (value if isinstance(value, list) else [] for value in map(document.get, TABLES_3))
+    for row in (row for row in buckets if isinstance(row, list)):
+        row += ["step", "step"]
+    for number, row in enumerate(memory):
+        if isinstance(row, list):
+            row.append(0 if number else "gathered")
 
 
 def _named_phases(document: dict[str, Any], chunks: Any) -> Iterator[NamedPhase]:
@@ -273,6 +289,7 @@ MIGRATIONS: tuple[Callable[[DocumentNode], None], ...] = (
     _migrate_from_0,
     _migrate_from_1,
     _migrate_from_2,
+    _migrate_from_3,
 )  # by format, in place
 
 

@@ -10,7 +10,7 @@ from optimus.cost.memory import RankMemory
 from optimus.cost.network import Collective
 from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Schedule
-from optimus.ir.plan import Plan, PlanClaims, Program
+from optimus.ir.plan import DeviceClassMemory, Plan, PlanClaims, Program
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
@@ -48,10 +48,7 @@ class FilledPlan:
     @property
     def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every device class."""
-        return tuple(
-            _to_rank_memory(held.fixed, held.llm_activations, held.encoder_activations, held.seam)
-            for held in self.plan.memory
-        )
+        return tuple(_to_rank_memory(held) for held in self.plan.memory)
 
     @property
     def fits(self) -> bool:
@@ -84,18 +81,19 @@ def lower_to_plan(
     return FilledPlan(plan=plan, lowered=lowered)
 
 
-def _to_rank_memory(fixed: Mapping[str, int], llm: int, encoders: int, seam: int) -> RankMemory:
+def _to_rank_memory(held: DeviceClassMemory) -> RankMemory:
     """Converts a device class's bytes to the components that systems are compared by."""
+    fixed = held.fixed
     return RankMemory(
-        parameters=fixed["parameters"],
+        parameters=fixed["parameters"] + held.gathered,
         gradients=fixed["gradients"],
         optimizer=fixed["optimizer"],
         logits=fixed["logits"],
         communicators=fixed["communicators"],
         reserve=fixed["reserve"],
-        llm_activations=llm + fixed["working"],
-        encoder_activations=encoders,
-        seam=seam,
+        llm_activations=held.llm_activations + fixed["working"],
+        encoder_activations=held.encoder_activations,
+        seam=held.seam,
     )
 
 

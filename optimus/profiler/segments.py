@@ -22,7 +22,7 @@ from optimus.cost.measured_profile import (
     first_layer_of_each_class,
     hash_module_shape,
 )
-from optimus.engine.distributed_optimizer import ShardedBucket
+from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind

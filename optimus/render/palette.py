@@ -47,6 +47,7 @@ STACK = tuple(
 )
 TRAFFIC = {
     OpKind.UNSHARD: LegendEntry("DP all-gather", "#00b383"),
+    OpKind.UNSHARD_B: LegendEntry("DP all-gather", "#00b383"),
     OpKind.REDUCE_GRAD: LegendEntry("DP reduce-scatter", "#00543d"),
 }
 IDLE_FILLS = np.array(

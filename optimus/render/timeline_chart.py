@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from optimus.ir.op import Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import PARAMETER_TRAFFIC, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.render.format_numbers import format_seconds
 from optimus.render.markup import escape_markup, render_legend, render_note, render_section
@@ -285,7 +285,7 @@ def _ticks(times_s: Floats) -> Ints:
 
 
 def _microbatches(schedule: Schedule, ops: Ints) -> Ints:
-    of_none = np.isin(schedule.kind[ops], (OpKind.UNSHARD, OpKind.REDUCE_GRAD, OpKind.OPTIMIZER))
+    of_none = np.isin(schedule.kind[ops], (*PARAMETER_TRAFFIC, OpKind.OPTIMIZER))
     return np.where(of_none, -1, schedule.microbatch[ops]).astype(np.int64)
 
 

@@ -212,7 +212,8 @@ def _present(rows: Sequence[Sequence[TimelineRow]]) -> list[LegendEntry]:
     places = {int(place) for row in devices for place in np.unique(row.intervals.fill)}
     work = (*LLM_WORK.values(), *ENCODER_WORK.values(), OPTIMIZER, IDLE_TP, IDLE_PP, IDLE_DP)
     work_fills = [fill for fill in dict.fromkeys(work) if STACK.index(fill) in places]
-    return work_fills + [fill for kind, fill in TRAFFIC.items() if any(row.traffic[kind] for row in devices)]
+    moved = [fill for kind, fill in TRAFFIC.items() if any(row.traffic[kind] for row in devices)]
+    return work_fills + list(dict.fromkeys(moved))
 
 
 def _legend(fills: Sequence[LegendEntry], top: int) -> tuple[list[str], int]:

@@ -26,7 +26,7 @@ STREAM = {Lane.COMPUTE: 7, Lane.TP: 20, Lane.DP: 24, Lane.P2P: 28, Lane.HOST: 32
 PIDS_PER_SYSTEM = 1000
 
 # Functions of NCCL's kernels. A schedule does not say which collective a layer runs.
-NCCL = {OpKind.UNSHARD: "AllGather", OpKind.REDUCE_GRAD: "ReduceScatter"}
+NCCL = {OpKind.UNSHARD: "AllGather", OpKind.UNSHARD_B: "AllGather", OpKind.REDUCE_GRAD: "ReduceScatter"}
 NCCL |= dict.fromkeys(SENDS, "SendRecv")
 ANY_COLLECTIVE = "Collective"
 

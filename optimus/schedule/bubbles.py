@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from optimus.ir.op import NUM_LANES, Bools, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import NUM_LANES, PARAMETER_TRAFFIC, Bools, Floats, Ints, Lane, OpKind, Schedule
 from optimus.schedule.simulator import Timeline
 
 
@@ -53,7 +53,8 @@ def find_idle_intervals(schedule: Schedule, timeline: Timeline) -> IdleIntervals
     An op that waits for a collective also waits for what the collective waited for.
     """
     collective = _last_wait(schedule, timeline, _is_layer_collective(schedule))
-    gather = _last_wait(schedule, timeline, schedule.kind == OpKind.UNSHARD)
+    gathers = (schedule.kind == OpKind.UNSHARD) | (schedule.kind == OpKind.UNSHARD_B)
+    gather = _last_wait(schedule, timeline, gathers)
     begin, end = np.append(timeline.start_s, 0.0), np.append(timeline.finish_s, 0.0)  # [-1]: no wait
     gathered = np.maximum(end[gather], end[np.append(gather, -1)[collective]])
     waits = gathered, begin[collective], end[collective]
@@ -85,7 +86,7 @@ def average_bubbles(bubbles: tuple[BubbleSeconds, ...], weights: Floats | None =
 
 
 def _is_layer_collective(schedule: Schedule) -> Bools:
-    moves_parameters = (schedule.kind == OpKind.UNSHARD) | (schedule.kind == OpKind.REDUCE_GRAD)
+    moves_parameters = np.isin(schedule.kind, PARAMETER_TRAFFIC)
     collectives: Bools = ((schedule.lane == Lane.TP) | (schedule.lane == Lane.DP)) & ~moves_parameters
     return collectives
 

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
-from optimus.ir.plan import WHOLE_STAGE, Plan, Program
+from optimus.ir.plan import WHOLE_STAGE, Plan, Program, Span
 from optimus.schedule.plan_schedule import build_plan_schedule, build_schedule_from_table
 from optimus.schedule.program_table import MessageTable, PlanHeaderArrays, ProgramTable, find_messages
 from optimus.schedule.simulator import Timeline, simulate_schedule
@@ -249,7 +250,7 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
     """Yields gathers, in the order of first use, and reduces, once all members have their gradients."""
     lines, header = clock.lines, clock.header
     stage = header.stage[lines.module, lines.device]
-    number = 0
+    number, uses = 0, list[_Use]()
     for module, name in enumerate(header.names):
         for at, buckets in enumerate(header.plan.modules[name].buckets):
             devices = np.flatnonzero(header.stage[module] == at)
@@ -262,15 +263,81 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
                     mine = here[inside & (chunk == bucket.chunk)]
                 forward = lines.kind[mine] == OpKind.FORWARD
                 number += 1
-                yield _InsertedLines(
-                    device=devices,
-                    before=clock.first[devices],
-                    time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
-                    number=np.full(len(devices), number),
-                    rows=np.tile([module, OpKind.UNSHARD, max(bucket.chunk, 0), 0, place], (len(devices), 1)),
-                )
-                row = [module, OpKind.REDUCE_GRAD, max(bucket.chunk, 0), 0, place]
-                yield _reduce(clock, devices, mine[~forward], number, row)
+                row = [module, OpKind.UNSHARD, max(bucket.chunk, 0), 0, place]
+                if bucket.gathered_per > Span.STEP:
+                    uses += _list_uses(lines, mine, row, gathered_per=bucket.gathered_per)
+                else:
+                    yield _InsertedLines(
+                        device=devices,
+                        before=clock.first[devices],
+                        time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
+                        number=np.full(len(devices), number),
+                        rows=np.tile(row, (len(devices), 1)),
+                    )
+                row[1], producers = OpKind.REDUCE_GRAD, mine[~forward]
+                if bucket.reduced_per == Span.STEP:
+                    yield _reduce(clock, devices, producers, number, row)
+                elif bucket.reduced_per == Span.MICROBATCH:
+                    turn = header.turn[module, lines.microbatch[producers]]
+                    for row[3] in np.unique(turn).tolist():
+                        ours = producers[turn == row[3]]
+                        yield _reduce(clock, np.unique(lines.device[ours]), ours, number, row)
+    if uses:
+        yield _prefetch(clock, uses)
+
+
+class _Use(NamedTuple):
+    """Phases of one op that read a bucket."""
+
+    first: int  # line
+    last: int
+    row: tuple[int, ...]  # of the gather
+    gathers: bool  # if not, the parameters are still gathered for the forward
+
+
+def _list_uses(
+    lines: ProgramTable, readers: Ints, row: Sequence[int], *, gathered_per: Span
+) -> Iterator[_Use]:
+    """Yields the uses of one bucket on every class; weight gradients are computed without parameters."""
+    readers = readers[lines.kind[readers] != OpKind.WEIGHT_GRAD]
+    backward = lines.kind[readers] != OpKind.FORWARD
+    turn = lines.header.turn[row[0], lines.microbatch[readers]]
+    keys = np.stack([lines.device[readers], turn, backward], axis=1)
+    distinct, use = np.unique(keys, axis=0, return_inverse=True)
+    first, last = np.full(len(distinct), len(lines), np.int64), np.zeros(len(distinct), np.int64)
+    np.minimum.at(first, use.ravel(), readers)
+    np.maximum.at(last, use.ravel(), readers)
+    for (_, number, again), begin, end in zip(distinct.tolist(), first, last, strict=True):
+        kind = OpKind.UNSHARD_B if again else OpKind.UNSHARD
+        gathers = not again or gathered_per == Span.OP
+        yield _Use(int(begin), int(end), (row[0], kind, row[2], number, row[4]), gathers)
+
+
+def _prefetch(clock: _Clock, uses: list[_Use]) -> _InsertedLines:
+    """Places each gather before the use that precedes its own, so that it runs beside that use.
+
+    But not before the bucket's own last use has ended: that frees the parameters.
+    """
+    lines = clock.lines
+    uses = sorted(uses)
+    before, freed = list[int](), dict[tuple[int, ...], int]()
+    for number, use in enumerate(uses):
+        device = int(lines.device[use.first])
+        earlier = uses[number - 1] if number else use
+        same_class = lines.device[earlier.first] == device
+        bucket = device, use.row[0], use.row[2], use.row[4]
+        start = earlier.first if same_class else int(clock.first[device])
+        before.append(max(start, freed.get(bucket, 0)))
+        freed[bucket] = use.last + 1
+    gathers = np.array([use.gathers for use in uses], np.bool_)
+    firsts = np.array([use.first for use in uses], np.int64)[gathers]
+    return _InsertedLines(
+        device=lines.device[firsts],
+        before=np.array(before, np.int64)[gathers],
+        time_s=clock.start_s[firsts],
+        number=np.arange(len(firsts)),
+        rows=np.array([use.row for use in uses], np.int64)[gathers],
+    )
 
 
 def _reduce(clock: _Clock, devices: Ints, producers: Ints, number: int, row: list[int]) -> _InsertedLines:
@@ -308,7 +375,8 @@ def _merge(
     device = np.concatenate([lines.device, *(extra.device for extra in extras)])
     positions = np.arange(len(phases))
     before = np.concatenate([positions, *(extra.before for extra in extras)])
-    last = np.where(np.arange(len(rows)) < len(phases), 2, rows[:, 1] != OpKind.UNSHARD)
+    gathers = (rows[:, 1] == OpKind.UNSHARD) | (rows[:, 1] == OpKind.UNSHARD_B)
+    last = np.where(np.arange(len(rows)) < len(phases), 2, ~gathers)
     time_s = np.concatenate([np.zeros(len(phases)), *(extra.time_s for extra in extras)])
     number = np.concatenate([positions, *(extra.number for extra in extras)])
     order = np.lexsort((number, time_s, last, before, device))

@@ -10,12 +10,13 @@ import numpy as np
 from optimus.ir.op import COMPUTE_PHASES, Ints, Lane, OpKind
 from optimus.ir.plan import REGIONS, DeviceClassMemory, Plan, Program
 from optimus.ir.ranks import LLM
+from optimus.schedule.bucket_lines import BucketLines
 from optimus.schedule.lower import LoweredPlan, simulate_plan
 from optimus.schedule.program_table import PlanHeaderArrays, ProgramTable
 from optimus.schedule.simulator import Timeline
 
 LAG_BINS = 0.5  # mean encoder microbatches by which a dealt pipeline may be behind the plan
-LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM = range(3)
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED = range(4)
 
 
 def compute_device_class_memory(
@@ -25,18 +26,22 @@ def compute_device_class_memory(
     memory = []
     for device, alive in enumerate(live_bytes_by_line(plan, programs)):
         total = alive.sum(axis=1)
-        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(3, np.int64)
-        llm, encoders, seam = (int(value) for value in most)
+        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(4, np.int64)
+        llm, encoders, seam, gathered = (int(value) for value in most)
         memory.append(
             DeviceClassMemory(
-                fixed=dict(fixed[device]), llm_activations=llm, encoder_activations=encoders, seam=seam
+                fixed=dict(fixed[device]),
+                llm_activations=llm,
+                encoder_activations=encoders,
+                seam=seam,
+                gathered=gathered,
             )
         )
     return tuple(memory)
 
 
 def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
-    """Yields, per device class, live bytes while each line runs, by component (LLM, encoders, seam)."""
+    """Yields, per device class, live bytes while each line runs: LLM, encoders, seam, gathered."""
     lines = ProgramTable.of(PlanHeaderArrays(plan), programs)
     added, freed = _changes(lines)
     for device in range(len(programs)):
@@ -48,8 +53,9 @@ def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints
 def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     """Returns the bytes that every line starts to keep, and those it stops to keep, by component."""
     header, ops = lines.header, lines.ops
-    added: Ints = np.zeros((len(lines), 3), np.int64)
-    freed: Ints = np.zeros((len(lines), 3), np.int64)
+    added: Ints = np.zeros((len(lines), 4), np.int64)
+    freed: Ints = np.zeros((len(lines), 4), np.int64)
+    added[:, GATHERED], freed[:, GATHERED] = BucketLines(lines).live_bytes()
     component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
     begin, end = ops.rows[ops.first], ops.last
     saved, recomputed = _held(header)

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from optimus.ir.op import RECVS, Communicator, Floats, Ints, Lane, OpKind, Schedule
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program
+from optimus.ir.plan import Plan, Program
+from optimus.schedule.bucket_lines import BucketLines, Edges
 from optimus.schedule.program_table import BACKWARDS, PlanHeaderArrays, ProgramTable, find_messages
 from optimus.schedule.schedule_builder import edges_to_csr
-
-Edges = tuple[Ints, Ints]  # lines, and the line that each of them waits for
-TRAFFIC = (OpKind.UNSHARD, OpKind.REDUCE_GRAD)
 
 
 def build_plan_schedule(
@@ -97,28 +95,12 @@ class _Graph:
         messages = self._messages
         return self._lines.op_key(device, messages.module, kind, chunk, messages.microbatch)
 
-    def _buckets(self) -> Iterator[tuple[int, int, int, Bucket]]:
-        """Yields module, stage, number and bucket."""
-        for module, name in enumerate(self._header.names):
-            for stage, buckets in enumerate(self._header.plan.modules[name].buckets):
-                for number, bucket in enumerate(buckets):
-                    yield module, stage, number, bucket
-
     def _fill_traffic(self) -> None:
         lines, header = self._lines, self._header
-        moves = np.flatnonzero((lines.kind == OpKind.UNSHARD) | (lines.kind == OpKind.REDUCE_GRAD))
-        most = 1 + int(lines.place[moves].max(initial=0))
-        shape = len(header.names), int(header.pp.max()), most, len(TRAFFIC)
-        seconds, size, lane = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape[:3], np.int64)
-        for module, stage, number, bucket in self._buckets():
-            if number < most:
-                seconds[module, stage, number] = bucket.gather_s, bucket.reduce_s
-                size[module, stage, number] = bucket.gather_bytes, bucket.reduce_bytes
-                lane[module, stage, number] = bucket.lane
-        at = lines.module[moves], header.stage[lines.module[moves], lines.device[moves]], lines.place[moves]
-        which = (lines.kind[moves] == OpKind.REDUCE_GRAD).astype(np.int64)
-        self.lane[moves], self.communicator[moves] = lane[at], Communicator.DP
-        self.duration_s[moves], self.bytes[moves] = seconds[(*at, which)], size[(*at, which)]
+        self._bucket_lines = BucketLines(lines)
+        moves = self._bucket_lines.moves
+        self.duration_s[moves], self.bytes[moves], self.lane[moves] = self._bucket_lines.columns
+        self.communicator[moves] = Communicator.DP
         finish = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
         if len(finish) and header.plan.finish_s:
             stage = header.stage[header.llm, lines.device[finish]]
@@ -133,7 +115,7 @@ class _Graph:
         yield self._sent, messages.produced
         placed = self._received >= 0
         yield self._received[placed], self._sent[placed]
-        yield from self._traffic()
+        yield from self._bucket_lines.edges()
 
     def posted(self, *, ordered: bool) -> Edges:
         """Returns waits of communication for the compute before it: a GPU stream runs both in order."""
@@ -253,61 +235,6 @@ class _Graph:
             all_ops.chunk[ops] + chunk,
             all_ops.microbatch[ops],
         )
-
-    def _traffic(self) -> Iterator[Edges]:
-        """Yields waits of forwards for gathers, of reduces for backwards, of the optimizer for reduces."""
-        lines, header = self._lines, self._header
-        rows = self._traffic_rows()
-        phase = lines.phase[lines.phases]
-        opens = lines.phases[(lines.kind[lines.phases] == OpKind.FORWARD) & header.opens_layer[phase]]
-        backwards = lines.phases[lines.kind[lines.phases] != OpKind.FORWARD]
-        for whole in (False, True):
-            gates = self._bucket_of(opens, whole=whole, gating=True)
-            gather = rows[lines.device[opens], lines.module[opens], gates, 0]
-            yield opens[gather >= 0], gather[gather >= 0]
-            numbers = self._bucket_of(backwards, whole=whole, gating=False)
-            reduce = rows[lines.device[backwards], lines.module[backwards], numbers, 1]
-            yield self._last_of_each_lane(reduce[reduce >= 0], backwards[reduce >= 0])
-        finish = np.full(header.devices, -1, np.int64)
-        ends = np.flatnonzero(lines.kind == OpKind.OPTIMIZER)
-        finish[lines.device[ends]] = ends
-        reduces = np.flatnonzero(lines.kind == OpKind.REDUCE_GRAD)
-        reduces = reduces[finish[lines.device[reduces]] >= 0]
-        yield finish[lines.device[reduces]], reduces
-
-    def _last_of_each_lane(self, waits: Ints, sources: Ints) -> Edges:
-        """Keeps the last source on each lane: lanes run in order, so all others have ended by then."""
-        lanes = len(Lane)
-        key = waits * lanes + self._lines.lane[sources]
-        order = np.lexsort((sources, key))
-        last = order[np.append(key[order][1:] != key[order][:-1], True)] if len(order) else order
-        return waits[last], sources[last]
-
-    def _traffic_rows(self) -> Ints:
-        """Returns lines of gathers and reduces by class, module, bucket; the last bucket is none."""
-        lines, header = self._lines, self._header
-        most = 1 + max((number for _, _, number, _ in self._buckets()), default=0)
-        rows = np.full((header.devices, len(header.names), most + 1, len(TRAFFIC)), -1, np.int64)
-        for which, kind in enumerate(TRAFFIC):
-            moves = np.flatnonzero(lines.kind == kind)
-            rows[lines.device[moves], lines.module[moves], lines.place[moves], which] = moves
-        return rows
-
-    def _bucket_of(self, rows: Ints, *, whole: bool, gating: bool) -> Ints:
-        """Returns the bucket of each phase line (-1: none): its layer's, or the whole stage's."""
-        lines, header = self._lines, self._header
-        layers = 1 + int(header.layer.max(initial=0))
-        table = np.full((len(header.names), int(header.pp.max()), header.chunks, layers), -1, np.int64)
-        for module, stage, number, bucket in self._buckets():
-            if (bucket.chunk == WHOLE_STAGE) != whole or (gating and not bucket.gates):
-                continue
-            if whole:
-                table[module, stage] = number
-            else:
-                table[module, stage, bucket.chunk, bucket.first_layer : bucket.end_layer] = number
-        stages = header.stage[lines.module[rows], lines.device[rows]]
-        numbers: Ints = table[lines.module[rows], stages, lines.chunk[rows], header.layer[lines.phase[rows]]]
-        return numbers
 
     # ------------------------------------------------------------------------ meetings
 

@@ -31,6 +31,8 @@ class PlanHeaderArrays:
         self.per_llm_microbatch: Ints = np.array(
             [module.microbatches_per_llm_microbatch for module in modules]
         )
+        every = np.arange(plan.microbatches * int(self.per_llm_microbatch.max()))
+        self.turn: Ints = np.stack([np.resize(module.turns or every, len(every)) for module in modules])
         self.chunks = max(module.layout.chunks for module in modules)
         self.microbatches = plan.microbatches * int(self.per_llm_microbatch.max())
         self._flatten_templates()

@@ -78,7 +78,7 @@ class LayerPrefixSums:
         self._saved = np.stack([saved_by_llm, running(lambda x: x.activation_bytes) - saved_by_llm], axis=1)
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
         self._working: dict[tuple[int, int], float] = {}
-        recomputed_by_llm = running(lambda x: (x.recomputed_bytes + x.logits_bytes) * (x.module == llm))
+        recomputed_by_llm = running(lambda x: x.held_for_weight_grad_bytes * (x.module == llm))
         self._recomputed = np.stack(
             [recomputed_by_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.errors import UserError, nearest
-from optimus.ir.op import Communicator, Floats, Ints, Lane, OpKind, Schedule
+from optimus.ir.op import PARAMETER_TRAFFIC, Communicator, Floats, Ints, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
@@ -86,7 +86,7 @@ class BatchSimulator:
         schedule = self._schedule
         of_encoder = schedule.module == schedule.modules.index(encoder)
         moves = of_encoder & (schedule.lane != Lane.COMPUTE) & (schedule.communicator != Communicator.DP)
-        moves &= (schedule.kind != OpKind.UNSHARD) & (schedule.kind != OpKind.REDUCE_GRAD)
+        moves &= ~np.isin(schedule.kind, PARAMETER_TRAFFIC)
         return np.flatnonzero(of_encoder & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
 
     def step_s(self, loads: Mapping[str, Floats], *, exchange_s: float = 0.0) -> float:

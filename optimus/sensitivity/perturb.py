@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optimus.ir.op import Communicator, Floats, Lane, OpKind, Schedule
+from optimus.ir.op import PARAMETER_TRAFFIC, Communicator, Floats, Lane, OpKind, Schedule
 from optimus.schedule.simulator import simulate_schedule
 
 DRAWS = 200
@@ -148,7 +148,7 @@ class PerturbableSchedule:
         numbers = [schedule.modules.index(name) for name in encoders if name in schedule.modules]
         is_encoder = np.isin(schedule.module, numbers)
         computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind <= OpKind.WEIGHT_GRAD)
-        moves = (schedule.kind != OpKind.UNSHARD) & (schedule.kind != OpKind.REDUCE_GRAD)
+        moves = ~np.isin(schedule.kind, PARAMETER_TRAFFIC)
         self._llm, self._encoders = computes & ~is_encoder, computes & is_encoder
         self._lanes = {lane: schedule.lane == lane for lane in (Lane.TP, Lane.DP, Lane.P2P)}
         self._images = is_encoder & moves & (schedule.communicator != Communicator.DP)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optimus.ir.op import COMPUTE_OPS, Ints, OpKind
-from optimus.ir.plan import Bucket, Plan, Program
+from optimus.ir.plan import Bucket, Plan, Program, Span
 from optimus.ir.ranks import LLM
 
 Problems = Iterator[tuple[str, str]]  # where, problem
@@ -48,6 +48,15 @@ def input_grad_kind(plan: Plan, module: str, virtual: int) -> OpKind | None:
 def _bucket_chunk(bucket: Bucket) -> int:
     """Returns the chunk that lines of a bucket carry: 0 for a bucket of the whole stage."""
     return max(bucket.chunk, 0)
+
+
+def bucket_span(bucket: Bucket, kind: OpKind) -> Span:
+    """Returns for how much work there is one line of this kind of traffic."""
+    if kind == OpKind.REDUCE_GRAD:
+        return bucket.reduced_per
+    if kind == OpKind.UNSHARD_B:
+        return Span.OP if bucket.gathered_per == Span.OP else Span.NEVER
+    return bucket.gathered_per
 
 
 class ExpectedProgram:
@@ -148,12 +157,19 @@ class ExpectedProgram:
 
     def _buckets(self, device: int, name: str) -> Iterator[_LineBlock]:
         module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
-        chunk_of = np.array([_bucket_chunk(bucket) for bucket in module.buckets[stage]], np.int64)
-        for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
-            for chunk in sorted(set(chunk_of.tolist())):
-                yield _LineBlock(
-                    LineBlockKey(device, name, kind, chunk), _ONE, np.flatnonzero(chunk_of == chunk)
-                )
+        mine, buckets = self.microbatches(name, device), module.buckets[stage]
+        for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD, OpKind.UNSHARD_B):
+            spans = [bucket_span(bucket, kind) for bucket in buckets]
+            for chunk in sorted({_bucket_chunk(bucket) for bucket in buckets}):
+                places = [
+                    place
+                    for place, bucket in enumerate(buckets)
+                    if _bucket_chunk(bucket) == chunk and spans[place] != Span.NEVER
+                ]
+                if places:
+                    # Replicas meet by turn: each may run another encoder microbatch.
+                    each = _ONE if spans[places[0]] == Span.STEP else np.arange(len(mine))
+                    yield _LineBlock(LineBlockKey(device, name, kind, chunk), each, np.array(places))
 
 
 class PlanLines:

@@ -9,10 +9,11 @@ import numpy as np
 from optimus.ir.op import Ints, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.verify.buckets import list_gradient_lifetimes, list_parameter_lifetimes
 from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.waits import WaitDerivation
 
-ACTIVATIONS = ("llm_activations", "encoder_activations", "seam")
+ALIVE = ("llm_activations", "encoder_activations", "seam", "gathered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def replay_live_bytes(plan: Plan, device: int) -> Ints:
 def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
     """Returns the bytes that every line allocates, and those it frees, by component."""
     lines = derived.lines
-    allocated = np.zeros((len(ACTIVATIONS), len(lines)), np.int64)
+    allocated = np.zeros((len(ALIVE), len(lines)), np.int64)
     freed_by = np.zeros_like(allocated)
     for where, _, rows in lines.all_blocks():
         if where.kind == OpKind.FORWARD:
@@ -70,7 +71,22 @@ def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
                 freed_by[component, last[:, -1]] += planned.recomputed_bytes
             if name == LLM and derived.virtual(device, name, chunk) == lines.plan.entry:
                 _add_seam(derived, device, rows, allocated[2], freed_by[2])
+    for device in range(len(lines.first) - 1):
+        _add_gathered(derived, device, allocated[3], freed_by[3])
     return allocated, freed_by
+
+
+def _add_gathered(derived: WaitDerivation, device: int, allocated: Ints, freed_by: Ints) -> None:
+    """Adds parameters that are gathered for less than a step, and gradients reduced in every microbatch."""
+    for each in list_parameter_lifetimes(derived, device):
+        allocated[each.begin] += each.bytes
+        freed_by[each.end] += each.bytes
+    finish = int(derived.lines.first[device + 1]) - 1
+    for lifetimes, at_most in list_gradient_lifetimes(derived, device):
+        ends = [each.begin - 1 for each in lifetimes[at_most:]] + [finish] * at_most
+        for each, end in zip(lifetimes, ends, strict=False):
+            allocated[each.begin] += each.bytes
+            freed_by[end] += each.bytes
 
 
 def _add_seam(derived: WaitDerivation, device: int, forward: Ints, allocated: Ints, freed_by: Ints) -> None:
@@ -88,10 +104,10 @@ def _add_seam(derived: WaitDerivation, device: int, forward: Ints, allocated: In
 def _alive(lines: PlanLines, device: int, allocated: Ints, freed_by: Ints) -> _PeakBytes:
     mine = slice(int(lines.first[device]), int(lines.first[device + 1]))
     if mine.start == mine.stop:
-        return _PeakBytes(peak=dict.fromkeys(ACTIVATIONS, 0), line=mine.start, left=0, lowest=0)
+        return _PeakBytes(peak=dict.fromkeys(ALIVE, 0), line=mine.start, left=0, lowest=0)
     freed = np.cumsum(freed_by[:, mine], axis=1)
     after = np.cumsum(allocated[:, mine], axis=1) - freed
     during = after + freed_by[:, mine]
     at = int(np.argmax(during.sum(axis=0)))
-    peak = dict(zip(ACTIVATIONS, during[:, at].tolist(), strict=True))
+    peak = dict(zip(ALIVE, during[:, at].tolist(), strict=True))
     return _PeakBytes(peak=peak, line=mine.start + at, left=int(after[:, -1].sum()), lowest=int(after.min()))

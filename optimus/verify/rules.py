@@ -7,8 +7,9 @@ from math import isfinite
 import numpy as np
 
 from optimus.ir.op import REGATHER_NAMES, SEAMS, Communicator, Ints, OpKind
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlannedModule, Template
+from optimus.ir.plan import Plan, PlannedModule, Template
 from optimus.ir.ranks import LLM
+from optimus.verify.buckets import list_span_problems
 from optimus.verify.expected_program import PlanLines, Problems, input_grad_kind
 from optimus.verify.waits import LineWaits, WaitDerivation
 
@@ -94,6 +95,8 @@ def _module_problems(plan: Plan, name: str) -> Problems:
                 "has no backward, but an earlier stage needs its gradient",
             )
         needs_grad = needs_grad or backward
+    for stage in range(module.layout.pp):
+        yield from list_span_problems(plan, name, stage)
     if name != LLM and needs_grad and input_grad_kind(plan, LLM, plan.entry) is None:
         yield name, "needs a gradient, but the LLM's first virtual stage has no backward"
 
@@ -146,32 +149,6 @@ def check_recomputation(plan: Plan) -> Problems:
         gathers = any(phase.kind == OpKind.LAUNCH and phase.name in REGATHER_NAMES for phase in phases)
         if module.regather != gathers:
             yield name, f"states regather = {module.regather}; its templates say {gathers}"
-
-
-def check_trained_layers_in_buckets(plan: Plan) -> Problems:
-    """Checks that replicated weights that are trained are gathered before their forward and reduced."""
-    for name, module in plan.modules.items():
-        if module.layout.replica_ranks == 1:
-            continue
-        for virtual, chunk in enumerate(module.chunks):
-            number, stage = divmod(virtual, module.layout.pp)
-            kinds = [kind for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD) if kind in chunk.templates]
-            trained = {
-                phase.layer
-                for kind in kinds
-                for phase in plan.templates[chunk.templates[kind]]
-                if phase.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
-            }
-            for layer in sorted(trained) if chunk.layers else ():
-                mine = [bucket for bucket in module.buckets[stage] if _holds(bucket, number, layer)]
-                if not any(bucket.gates for bucket in mine):
-                    problem = "is in no bucket" if not mine else "does not wait for its parameters"
-                    yield f"{name} stage {stage} chunk {number} layer {layer}", f"is trained and {problem}"
-
-
-def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:
-    inside = bucket.first_layer <= layer < bucket.end_layer
-    return bucket.chunk == WHOLE_STAGE or (bucket.chunk == chunk and inside)
 
 
 def check_seam_gathers(plan: Plan) -> Problems:

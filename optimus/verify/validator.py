@@ -16,8 +16,9 @@ from optimus.ir.op import COMPUTE_PHASES, NUM_LANES, Floats, OpKind
 from optimus.ir.plan import REGIONS, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
+from optimus.verify.buckets import check_bucket_lifetimes, check_trained_layers_in_buckets
 from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
-from optimus.verify.memory_replay import ACTIVATIONS, replay_peak_bytes
+from optimus.verify.memory_replay import ALIVE, replay_peak_bytes
 from optimus.verify.rules import (
     check_collective_order,
     check_gpu_capacity,
@@ -26,7 +27,6 @@ from optimus.verify.rules import (
     check_recomputation,
     check_seam_gathers,
     check_template_layers,
-    check_trained_layers_in_buckets,
     check_transfer_order,
 )
 from optimus.verify.wait_graph import (
@@ -137,6 +137,7 @@ def check_plan(plan: Plan) -> CheckReport:
         chain(
             check_trained_layers_in_buckets(plan),
             check_seam_gathers(plan),
+            check_bucket_lifetimes(derived),
             check_lines_after_inputs(derived, waits),
         ),
     )
@@ -214,7 +215,7 @@ def _memory(derived: WaitDerivation) -> Problems:
             yield text, f"{total} bytes are alive, the capacity is {plan.capacity_bytes}"
         if alive.left or alive.lowest < 0:
             yield where, f"{alive.left} bytes are left at the end, {alive.lowest} is the lowest level"
-        for name in ACTIVATIONS:
+        for name in ALIVE:
             if alive.peak[name] != getattr(claimed, name):
                 yield where, f"{name} of {getattr(claimed, name)} bytes claimed, {alive.peak[name]} replayed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from optimus.ir.op import (
     COMPUTE_OPS,
     NUM_LANES,
+    PARAMETER_TRAFFIC,
     SENDS,
     Communicator,
     Floats,
@@ -18,6 +20,7 @@ from optimus.ir.op import (
 )
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Template
 from optimus.ir.ranks import LLM
+from optimus.verify.buckets import GRADIENTS, READERS, list_gradient_lifetimes
 from optimus.verify.expected_program import ExpectedProgram, LineBlockKey, PlanLines, input_grad_kind
 
 NO_LANE = -1  # of receives
@@ -117,10 +120,12 @@ class WaitDerivation:
                 self._op(where, rows)
             elif where.kind in SENDS:
                 self._send(where, microbatches, rows)
-            elif where.kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
-                self._buckets(where, rows[0])
+            elif where.kind in PARAMETER_TRAFFIC:
+                self._buckets(where, rows)
             elif where.kind == OpKind.OPTIMIZER:
                 self._finish(where, rows)
+        for device in range(self.ranks.num_classes):
+            self._wait_for_buffers(device)
         none = [np.zeros(0, np.int64)]
         send, recv = np.concatenate(none + self._sends), np.concatenate(none + self._recvs)
         self._wait(send, recv)
@@ -265,27 +270,51 @@ class WaitDerivation:
         self._recvs.append(recv.ravel())
 
     def _buckets(self, where: LineBlockKey, rows: Ints) -> None:
+        """Adds waits of phases for gathers, and of reduces for phases; `rows`: microbatches by buckets."""
         device, name, kind, _ = where
-        module, stage = self.plan.modules[name], self.ranks.stage_of(name, device)
-        for row in rows.tolist():
-            bucket = module.buckets[stage][int(self.lines.place[row])]
-            gathers = kind == OpKind.UNSHARD
-            self._duration[row] = bucket.gather_s if gathers else bucket.reduce_s
-            self._lane[row] = bucket.lane
-            self._group[row] = self._group_of(name, Communicator.DP, device)
+        self._group[rows] = self._group_of(name, Communicator.DP, device)
+        for column in rows.T:
+            bucket = self.bucket_of(device, name, int(column[0]))
+            gathers = kind != OpKind.REDUCE_GRAD
+            self._duration[column] = bucket.gather_s if gathers else bucket.reduce_s
+            self._lane[column] = bucket.lane
             if gathers and not bucket.gates:
                 continue
-            for chunk in range(module.layout.chunks) if bucket.chunk == WHOLE_STAGE else (bucket.chunk,):
-                for op in (
-                    (OpKind.FORWARD,) if gathers else (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
-                ):
-                    lines = self.lines.at(device, name, op, chunk)
-                    if lines.size == 0:
-                        continue
-                    shape = self.shape(name, op, self.virtual(device, name, chunk))
-                    phases = lines[:, shape.of(bucket)].ravel()
-                    here = np.full(len(phases), row)
-                    self._wait(here, phases) if gathers else self._wait(phases, here)
+            for phases in self.phases_of(device, name, bucket, READERS.get(kind, GRADIENTS)):
+                # One line of a step goes with the phases of all microbatches.
+                here = np.broadcast_to(column[:, None], phases.shape).ravel()
+                self._wait(here, phases.ravel()) if gathers else self._wait(phases.ravel(), here)
+
+    def bucket_of(self, device: int, name: str, line: int) -> Bucket:
+        """Returns the bucket that a line gathers or reduces."""
+        stage = self.ranks.stage_of(name, device)
+        return self.plan.modules[name].buckets[stage][int(self.lines.place[line])]
+
+    def phases_of(
+        self, device: int, name: str, bucket: Bucket, kinds: Sequence[OpKind], *, compute: bool = False
+    ) -> Iterator[Ints]:
+        """Yields the phases of a bucket's layers, microbatches by places, for every op of these kinds.
+
+        With `compute`, those on the compute lane.
+        """
+        chunks = range(self.plan.modules[name].layout.chunks)
+        for chunk in chunks if bucket.chunk == WHOLE_STAGE else (bucket.chunk,):
+            for kind in kinds:
+                lines = self.lines.at(device, name, kind, chunk)
+                if lines.size:
+                    shape = self.shape(name, kind, self.virtual(device, name, chunk))
+                    places = shape.of(bucket)
+                    yield lines[:, places[shape.lane[places] == Lane.COMPUTE] if compute else places]
+
+    def _wait_for_buffers(self, device: int) -> None:
+        """Adds waits of gradients for memory that others free, and for the last reduce of their bucket."""
+        for lifetimes, at_most in list_gradient_lifetimes(self, device):
+            latest: dict[tuple[str, int], int] = {}
+            for number, each in enumerate(lifetimes):
+                before = [lifetimes[number - at_most].end] if number >= at_most else []
+                before += [latest[each.bucket]] if each.bucket in latest else []
+                self._wait(np.array(before, np.int64), np.full(len(before), each.begin))
+                latest[each.bucket] = each.end
 
     def _finish(self, where: LineBlockKey, rows: Ints) -> None:
         stage = self.ranks.coordinates(where.device)[0]

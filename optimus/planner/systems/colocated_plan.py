@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from math import ceil
@@ -12,11 +13,26 @@ from typing import TYPE_CHECKING
 from optimus import __version__
 from optimus.cost.flops import fit_item_cost
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import communicator_bytes, model_state_memory, transient_bytes
+from optimus.cost.memory import (
+    RankMemory,
+    communicator_bytes,
+    model_state_memory,
+    sharded_state_memory,
+    transient_bytes,
+)
 from optimus.cost.network import Collective
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Communicator, KernelName, Lane, OpKind, list_recomputed_kernels, regathers_inputs
-from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, PlanClaims, PlannedChunk, PlannedModule, Template
+from optimus.ir.plan import (
+    WHOLE_STAGE,
+    Bucket,
+    Plan,
+    PlanClaims,
+    PlannedChunk,
+    PlannedModule,
+    Span,
+    Template,
+)
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
@@ -30,6 +46,14 @@ if TYPE_CHECKING:
     from optimus.planner.systems.pipeline import PipelineCandidate
 
 STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
+
+
+class Sharding(IntEnum):
+    """What replicas share, by the stages of ZeRO: each includes those before."""
+
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,8 +124,10 @@ class ColocatedPlanBuilder:
         encoders: Sequence[ColocatedEncoder],
         *,
         dealing_replicas: int = 1,
+        sharding: Sharding = Sharding.OPTIMIZER,
     ) -> None:
         self.context, self.llm, self.encoders = context, llm, tuple(encoders)
+        self.sharding = sharding
         self._seam_bytes = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
         self.dealing_replicas = dealing_replicas if self._seam_bytes else 1
         self._templates: dict[str, Template] = {}
@@ -160,7 +186,7 @@ class ColocatedPlanBuilder:
                     templates=templates,
                     layers=len(chunk.layers),
                     saved_activation_bytes=round(chunk.saved_activation_bytes),
-                    recomputed_bytes=round(sum(x.recomputed_bytes + x.logits_bytes for x in chunk.layers)),
+                    recomputed_bytes=round(sum(x.held_for_weight_grad_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
                     send_s=round(cost_model.send_s(chunk.output_bytes, across_nodes=across), SECONDS_DIGITS),
                 )
@@ -168,12 +194,7 @@ class ColocatedPlanBuilder:
         return PlannedModule(
             layout=plan.layout,
             chunks=tuple(chunks),
-            buckets=tuple(
-                self._pipeline_buckets(
-                    plan.traffic_of(stage), [len(c.layers) for c in plan.chunks[stage :: plan.stages]]
-                )
-                for stage in range(plan.stages)
-            ),
+            buckets=tuple(self._llm_buckets(stage) for stage in range(plan.stages)),
             recompute=dict(self.llm.policy)[LLM],
         )
 
@@ -306,10 +327,48 @@ class ColocatedPlanBuilder:
 
     # ------------------------------------------------------------------------ traffic
 
+    def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
+        plan = self.llm.plan
+        chunks = [chunk.layers for chunk in plan.chunks[stage :: plan.stages]]
+        if self.sharding != Sharding.OPTIMIZER:
+            return self._layer_buckets(chunks, ends_at_loss=True)
+        return self._pipeline_buckets(plan.traffic_of(stage), [len(layers) for layers in chunks])
+
+    def _layer_buckets(
+        self, chunks: Sequence[Sequence[PricedLayer]], *, ends_at_loss: bool = False
+    ) -> tuple[Bucket, ...]:
+        """Returns a bucket of every layer, reduced in every microbatch; with ZeRO-3 gathered for every op.
+
+        A layer without a backward is gathered once in a microbatch, and so is the last one before the loss:
+        its backward follows its forward. A tied embedding and head are one bucket, of the whole stage.
+        """
+        first, last = chunks[0][0], chunks[-1][-1]
+        ends = [first, last] if ends_at_loss and self.context.job.model.llm.tied else []
+        buckets = [self._layer_bucket(WHOLE_STAGE, 0, ends, once=True)] if ends else []
+        for number, layers in enumerate(chunks):
+            for at, layer in enumerate(layers):
+                if layer not in ends:
+                    once = not layer.kernels[OpKind.BACKWARD] or (ends_at_loss and layer is last)
+                    buckets.append(self._layer_bucket(number, at, [layer], once=once))
+        return tuple(bucket for bucket in buckets if bucket.gather_bytes)
+
+    def _layer_bucket(self, chunk: int, at: int, layers: Sequence[PricedLayer], *, once: bool) -> Bucket:
+        """Returns the bucket of a layer of a chunk, or of tied ones; `once`: gathered once a microbatch."""
+        cost_model, precision = self.context.cost_model, self.context.job.model.precision
+        reshards = self.sharding == Sharding.PARAMETERS
+        part = price_parameter_traffic(layers, cost_model, precision, gathers_frozen=reshards)
+        return replace(
+            _bucket(chunk, at, at + (chunk != WHOLE_STAGE), part),
+            gathered_per=(Span.MICROBATCH if once else Span.OP) if reshards else Span.STEP,
+            reduced_per=Span.MICROBATCH if layers[0].trained else Span.NEVER,
+        )
+
     def _encoder_buckets(self, choice: ColocatedEncoder, stage: int) -> tuple[Bucket, ...]:
         """Returns one stage's buckets of an encoder: its layers, or as the LLM's in one pipeline with it."""
         cost_model, precision = self.context.cost_model, self.context.job.model.precision
         chunks = choice.virtual_stages[stage :: choice.layout.pp]
+        if self.sharding != Sharding.OPTIMIZER:
+            return self._layer_buckets(chunks)
         if choice.pipeline_cut:
             traffic = [price_parameter_traffic(layers, cost_model, precision) for layers in chunks]
             return self._pipeline_buckets(traffic, [len(layers) for layers in chunks])
@@ -359,11 +418,11 @@ class ColocatedPlanBuilder:
         stage_bytes = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
         llm_states = stage_bytes.states_of(stage)
         working = float(stage_bytes.working[stage])
-        states = [llm_states]
+        states = [llm_states if self.sharding == Sharding.OPTIMIZER else self._states(self.llm.layers)]
         groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            states.append(model_state_memory(layers, context.job.model.precision))
+            states.append(self._states(layers))
             working += transient_bytes(layers)
             groups += self._encoder_groups(choice, stage) if layers else []
         total = {part: sum(getattr(memory, part) for memory in states) for part in STATES}
@@ -374,6 +433,13 @@ class ColocatedPlanBuilder:
             "reserve": context.job.cluster.reserve_bytes,
         }
         return {part: round(value) for part, value in total.items()}
+
+    def _states(self, layers: Sequence[PricedLayer]) -> RankMemory:
+        """Returns the model states of some layers on a rank."""
+        precision = self.context.job.model.precision
+        if self.sharding == Sharding.OPTIMIZER:
+            return model_state_memory(layers, precision)
+        return sharded_state_memory(layers, precision, keeps_gathered=self.sharding == Sharding.GRADIENTS)
 
     def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
         """Returns the sizes of the communicators of an encoder on a rank of one stage.

@@ -18,7 +18,7 @@ from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_ll
 from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.filled_plan import FilledPlan, SearchResult, lower_to_plan
 from optimus.planner.systems.base import BaseCandidate
-from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
+from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder, Sharding
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_1f1b_order,
@@ -50,6 +50,7 @@ class PipelineCandidate(BaseCandidate):
     sequences: float
     policy: RecomputePolicy
     explicit_order: PipelineOrder | None = None  # where `order_name` alone does not define one
+    sharding: Sharding = Sharding.OPTIMIZER
 
     @cached_property
     def order(self) -> PipelineOrder:
@@ -91,7 +92,7 @@ class PipelineCandidate(BaseCandidate):
     def filled(self) -> FilledPlan:
         """The plan of this pipeline, with encoder layers in the virtual stages that the cut gives them."""
         encoders = [self._encoder(encoder) for encoder in self._encoders]
-        builder = ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders)
+        builder = ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders, sharding=self.sharding)
         header = builder.header(strategy="")
         orders = [expand_order_to_phases(header, self.order, d) for d in range(header.ranks.num_classes)]
         return lower_to_plan(header, orders, builder.fixed_bytes(), estimate_s=self.estimate_s)
