@@ -8,6 +8,7 @@ from typing import Any
 
 from plan_by_hand import plan_by_hand
 
+from optimus.cost.assumptions import get_preset
 from optimus.exporters.exported_plan import ExportedPlan
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.exporters.targets import TARGETS
@@ -16,7 +17,11 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
+from optimus.planner.systems.colocated_plan import Sharding
+from optimus.planner.systems.fsdp import FsdpSystem
+from optimus.planner.systems.llm_only import LlmPipelines
 
 LAYERS = (3, 3, 3, 4, 2, 3, 3, 3, 3, 3, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 3)  # and two ends
 
@@ -25,6 +30,17 @@ LAYERS = (3, 3, 3, 4, 2, 3, 3, 3, 3, 3, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3
 def planned(name: str, *layout: str) -> Plan:
     """The plan of a catalog job, made once."""
     return make_plan(find_job(name, None, layout), systems=()).plan
+
+
+@cache
+def fsdp_plan(sharding: Sharding) -> Plan:
+    """A plan of cpu/tiny-vl whose layers are sharded as FSDP does, with recomputation that targets have."""
+    context, _ = choose_smallest_context(find_job("cpu/tiny-vl"), get_preset("default"))
+    candidates = list(FsdpSystem().candidates(LlmPipelines(context)))
+    plan = next(each for each in candidates if each.sharding == sharding).filled.plan
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(context.job))
+    notes = {"systems_s": {"stage0": 2 * plan.claims.step_s, "fsdp": plan.claims.step_s}}
+    return replace(plan, strategy="fsdp", bound_to=fields, hashes=hashes, notes=notes)
 
 
 def uneven_plan() -> Plan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from export_cases import export_unproven, parsed, planned, uneven_plan, with_llm
+from export_cases import export_unproven, fsdp_plan, parsed, planned, uneven_plan, with_llm
 
 from optimus.cli import run
 from optimus.cli.flags import NO, OK, USER_ERROR
@@ -24,6 +24,7 @@ from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.planner import planning
+from optimus.planner.systems.colocated_plan import Sharding
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +65,28 @@ def test_what_the_targets_cannot_run_is_said(uneven: Plan) -> None:
         "vision over 4 pipeline stages",
         "vision in 2 pieces per microbatch of the LLM",
     } <= set(whats(staged, "megatron"))
+
+
+def test_a_plan_of_fsdp_is_written_as_it_is() -> None:
+    for sharding, strategy, reshards in (
+        (Sharding.PARAMETERS, "optim_grads_params", "always"),
+        (Sharding.GRADIENTS, "optim_grads", "never"),
+    ):
+        plan = fsdp_plan(sharding)
+        megatron = export_unproven(plan, "megatron")
+        flags = parsed(megatron.files["megatron.args"])
+        assert flags["use-megatron-fsdp"] == []
+        assert flags["data-parallel-sharding-strategy"] == [strategy]
+        assert f'"fsdp_reshard_after_forward": "{reshards}"' in "".join(
+            export_unproven(plan, "torchtitan").files.values()
+        )
+        for target in ("megatron", "torchtitan"):
+            assert "encoder work in the LLM's idle time" not in whats(plan, target)
+            written = export_unproven(plan, target).as_written
+            assert written is not None and (written.system, written.over_plan) == ("fsdp", 1.0)
+    assert "use-megatron-fsdp" not in parsed(
+        export_unproven(uneven_plan(), "megatron").files["megatron.args"]
+    )
 
 
 def test_embedding_and_head_stay_at_the_ends(uneven: Plan) -> None:

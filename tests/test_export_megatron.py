@@ -30,7 +30,7 @@ MEGATRON_FLAGS = words(
     position-embedding-type q-lora-rank qk-head-dim qk-layernorm qk-pos-emb-head-dim recompute-granularity
     recompute-method recompute-modules recompute-num-layers seq-length sequence-parallel swiglu
     tensor-model-parallel-size untie-embeddings-and-output-weights use-distributed-optimizer v-head-dim
-    vocab-size"""
+    use-megatron-fsdp data-parallel-sharding-strategy vocab-size"""
 )
 
 
@@ -117,7 +117,7 @@ def test_megatron_core_takes_the_arguments_and_cuts_the_layers_as_the_plan_does(
         int(flags["micro-batch-size"][0]) * own.dp * plan.microbatches
     )
     layers = [chunk.layers for chunk in plan.modules[LLM].chunks]  # with embedding and head
-    layers[0] -= 1
+    layers[plan.entry] -= 1
     layers[-1] -= 1
     assert sum(layers) == model.layers
     if own.pp == 1:

@@ -83,18 +83,18 @@ def _export_json(export: ExportedPlan, files: Sequence[Path]) -> dict[str, objec
 
 def _export_text(export: ExportedPlan, files: Sequence[Path]) -> list[str]:
     """Returns the files written, what the target cannot run, and the steps it takes."""
-    from optimus.exporters.exported_plan import AS_WRITTEN, describe_step_time
+    from optimus.exporters.exported_plan import describe_step_time, written_system
     from optimus.exporters.targets import SYSTEMS
 
-    plan = export.plan
+    plan, written = export.plan, written_system(export.plan)
     lines = format_plan_title(plan, f"for {export.version}")
     lines += wrap_text("wrote", " ".join(map(str, files)))
     for feature in export.not_supported:
         lines += wrap_text("cannot run", f"{feature.what}: {feature.why}")
-    lines += wrap_text("as written", describe_step_time(plan, export.as_written, AS_WRITTEN, about=True))
+    lines += wrap_text("as written", describe_step_time(plan, export.as_written, written, about=True))
     best = describe_step_time(plan, export.best_there, SYSTEMS[export.target])
-    if export.best_there is not None and export.best_there.system not in AS_WRITTEN:
-        best += " (not these files; optimus simulate shows its layout)"
+    if export.best_there is not None and export.best_there.system not in written:
+        best += f" (not these files; plan with --strategy {export.best_there.system})"
     return [*lines, *wrap_text("best there", best)]
 
 

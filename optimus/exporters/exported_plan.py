@@ -37,12 +37,16 @@ class ExportedPlan:
     version: str  # of the target, against which names and behaviour were checked
     files: Mapping[str, str]
     not_supported: tuple[UnsupportedFeature, ...]
-    as_written: TargetStepTime | None  # approximately what the files run: encoders in the LLM's first stage
+    as_written: TargetStepTime | None  # approximately what the files run, if it was compared
     best_there: TargetStepTime | None  # None if no system that the target can run was compared and fits
 
 
-AS_WRITTEN = ("stage0",)
 JSON_WIDTH = 110
+
+
+def written_system(plan: Plan) -> tuple[str]:
+    """Returns the system that files run: FSDP, or encoders in the LLM's first stage."""
+    return ("fsdp",) if PlanFacts(plan=plan).is_fsdp else ("stage0",)
 
 
 def find_fastest_system(plan: Plan, systems: Sequence[str]) -> TargetStepTime | None:
@@ -92,7 +96,8 @@ def describe_limitations(
     lines += [f"- {feature.what}: {feature.why}" for feature in unsupported] or [
         "- nothing: it can run all of it"
     ]
-    written = describe_step_time(plan, find_fastest_system(plan, AS_WRITTEN), AS_WRITTEN, about=True)
+    system = written_system(plan)
+    written = describe_step_time(plan, find_fastest_system(plan, system), system, about=True)
     best = describe_step_time(plan, find_fastest_system(plan, systems), systems)
     return [*lines, f"What these settings run: {written}.", f"The best system that it can run: {best}."]
 
@@ -105,7 +110,7 @@ def list_unsupported_encoder_features(
     `stages` and `layout` are the target's own reasons against several stages and a layout per module.
     """
     llm, unsupported = facts.layout, list[UnsupportedFeature]()
-    if facts.plan.encoders:
+    if facts.plan.encoders and facts.plan.strategy not in ("stage0", "fsdp"):
         why = "it runs an encoder only as part of the first pipeline stage's forward and backward"
         unsupported.append(UnsupportedFeature(what="encoder work in the LLM's idle time", why=why))
     for name, module in facts.plan.encoders.items():

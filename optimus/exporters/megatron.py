@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from optimus.exporters.exported_plan import (
-    AS_WRITTEN,
     EMPTY_ENDS,
     ExportedPlan,
     UnsupportedFeature,
@@ -12,9 +11,11 @@ from optimus.exporters.exported_plan import (
     format_comment_lines,
     format_json,
     list_unsupported_encoder_features,
+    written_system,
 )
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.exporters.rank_groups import describe_rank_groups
+from optimus.ir.plan import Span
 
 VERSION = "megatron-core 0.16.1"
 ARGUMENTS = "megatron.args"
@@ -56,7 +57,7 @@ def export_megatron(facts: PlanFacts) -> ExportedPlan:
         version=VERSION,
         files={ARGUMENTS: "\n".join(lines) + "\n", "ranks.json": format_json(describe_rank_groups(plan))},
         not_supported=tuple(unsupported),
-        as_written=find_fastest_system(plan, AS_WRITTEN),
+        as_written=find_fastest_system(plan, written_system(plan)),
         best_there=find_fastest_system(plan, SYSTEMS),
     )
 
@@ -87,6 +88,9 @@ def _parallel(facts: PlanFacts) -> list[Flag]:
     if layout.tp > 1:
         arguments.append(("--sequence-parallel",))
     arguments.append(("--use-distributed-optimizer",))
+    if facts.is_fsdp:
+        shared = "optim_grads_params" if facts.gathered_per > Span.STEP else "optim_grads"
+        arguments += [("--use-megatron-fsdp",), ("--data-parallel-sharding-strategy", shared)]
     if layout.replica_ranks > 1:
         arguments += [("--overlap-grad-reduce",), ("--overlap-param-gather",)]
     return arguments

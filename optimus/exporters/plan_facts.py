@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus.errors import DoesNotFit, UserError
-from optimus.ir.plan import Plan
+from optimus.ir.plan import Bucket, Plan, Span
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 
@@ -27,6 +27,20 @@ class PlanFacts:
     @property
     def recompute(self) -> str:
         return self.plan.modules[LLM].recompute
+
+    @property
+    def gathered_per(self) -> Span:
+        """For how much the LLM's layers are gathered: for less than a step, FSDP runs them."""
+        return max((b.gathered_per for b in self._llm_buckets), default=Span.STEP)
+
+    @property
+    def is_fsdp(self) -> bool:
+        """True if gradients are sharded in every microbatch, and parameters perhaps too."""
+        return any(bucket.reduced_per == Span.MICROBATCH for bucket in self._llm_buckets)
+
+    @property
+    def _llm_buckets(self) -> list[Bucket]:
+        return [bucket for stage in self.plan.modules[LLM].buckets for bucket in stage]
 
     # ------------------------------------------------------------------------ fields
 

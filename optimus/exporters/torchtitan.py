@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from optimus.exporters.exported_plan import (
-    AS_WRITTEN,
     EMPTY_ENDS,
     ExportedPlan,
     UnsupportedFeature,
@@ -14,9 +13,11 @@ from optimus.exporters.exported_plan import (
     format_comment_lines,
     format_json,
     list_unsupported_encoder_features,
+    written_system,
 )
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.exporters.rank_groups import describe_rank_groups
+from optimus.ir.plan import Span
 
 VERSION = "torchtitan 0.3.0"
 CONFIG = "torchtitan_plan.py"
@@ -77,7 +78,7 @@ def export_torchtitan(facts: PlanFacts) -> ExportedPlan:
             "ranks.json": format_json(describe_rank_groups(plan)),
         },
         not_supported=tuple(unsupported),
-        as_written=find_fastest_system(plan, AS_WRITTEN),
+        as_written=find_fastest_system(plan, written_system(plan)),
         best_there=find_fastest_system(plan, SYSTEMS),
     )
 
@@ -88,7 +89,7 @@ def build_parallelism_fields(facts: PlanFacts) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "data_parallel_replicate_degree": 1,
         "data_parallel_shard_degree": layout.dp,
-        "fsdp_reshard_after_forward": "never",
+        "fsdp_reshard_after_forward": "always" if facts.gathered_per > Span.STEP else "never",
         "tensor_parallel_degree": layout.tp,
         "enable_sequence_parallel": True,
         "context_parallel_degree": layout.cp,
