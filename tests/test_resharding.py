@@ -168,6 +168,13 @@ def test_every_byte_of_traffic_is_in_the_program(context: PlanningContext) -> No
         assert moved[OpKind.REDUCE_GRAD] == sum(bucket.reduce_bytes for bucket in buckets) * times
 
 
+def test_the_bound_on_memory_holds(context: PlanningContext) -> None:
+    """What decides whether a candidate fits is at least what its plan takes, and not much more."""
+    for candidate in candidates(context):
+        (bound,), (planned,) = candidate.memories, candidate.filled.memories
+        assert planned.total <= bound.total < planned.total + 0.1 * (planned.states + planned.llm_activations)
+
+
 def test_slow_traffic_is_the_step(context: PlanningContext) -> None:
     """If traffic takes far longer than compute, the NIC is busy from begin to end."""
     for candidate in candidates(context):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import compress, pairwise, product
 
-from optimus.cost.memory import RankMemory, communicator_bytes, sharded_state_memory, transient_bytes
+from optimus.cost.memory import RankMemory
 from optimus.cost.network import Collective
 from optimus.ir.op import OpKind
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Span
+from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout, divisors
 from optimus.job.model import BF16_BYTES
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
@@ -51,25 +53,27 @@ class FsdpCandidate(PipelineCandidate):
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Shards of all states, two layers' parameters and gradients, activations of one microbatch."""
-        job, layout, layers = self.context.job, self.layout, self.layers
-        precision, llm = job.model.precision, job.model.llm.name
-        states = sharded_state_memory(layers, precision, keeps_gathered=self.keeps_gathered)
-        gathered = [layer.parameters + layer.expert_parameters for layer in layers]
-        reduced = [size * layer.trained for size, layer in zip(gathered, layers, strict=True)]
-        parameters = 0.0 if self.keeps_gathered else max(map(sum, pairwise(gathered)))
-        memory = replace(
-            states,
-            parameters=states.parameters + parameters * precision.parameter_bytes,
-            gradients=states.gradients + max(map(sum, pairwise(reduced))) * precision.gradient_bytes,
-            llm_activations=sum(x.activation_bytes for x in layers if x.module == llm)
-            + transient_bytes(layers),
-            encoder_activations=sum(x.activation_bytes for x in layers if x.module != llm),
-            logits=sum(layer.logits_bytes for layer in layers),
-            communicators=communicator_bytes(layout.tp, layout.dp, layout.ep),
-            reserve=job.cluster.reserve_bytes,
+        """A bound: fixed bytes, two layers' parameters and gradients, activations of one microbatch."""
+        fixed, layers = self.builder.fixed_bytes_of(0), self.layers
+        modules = self.builder.header(strategy="").modules.values()
+        buckets = [bucket for module in modules for bucket in module.buckets[0]]
+        gathered = _most_at_a_time(buckets, [b.gather_bytes * (b.gathered_per > Span.STEP) for b in buckets])
+        reduced = _most_at_a_time(buckets, [bucket.reduce_bytes for bucket in buckets])
+        llm = [layer.module == LLM for layer in layers]
+        saved = [layer.activation_bytes for layer in layers]
+        return (
+            RankMemory(
+                parameters=fixed["parameters"] + gathered,
+                gradients=fixed["gradients"] + reduced,
+                optimizer=fixed["optimizer"],
+                llm_activations=sum(compress(saved, llm)) + fixed["working"],
+                encoder_activations=sum(saved) - sum(compress(saved, llm)),
+                seam=sum(choice.layers[-1].output_bytes for choice in self.builder.encoders),
+                logits=fixed["logits"],
+                communicators=fixed["communicators"],
+                reserve=fixed["reserve"],
+            ),
         )
-        return (memory,)
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one rank's share for every replica; layers are gathered from all of them."""
@@ -106,6 +110,13 @@ class FsdpCandidate(PipelineCandidate):
         kept = " parameters kept gathered;" if self.keeps_gathered else ""
         size = f"microbatch {self.sequences:.3g} x {self.microbatches};{kept}"
         return f"{self.layout}; {size} {describe_recompute(self.policy)}"
+
+
+def _most_at_a_time(buckets: Sequence[Bucket], sizes: Sequence[int]) -> int:
+    """Returns the most bytes of two neighbouring layers, and of what belongs to the whole stage."""
+    whole = [bucket.chunk == WHOLE_STAGE for bucket in buckets]
+    layers = [size for size, is_whole in zip(sizes, whole, strict=True) if not is_whole]
+    return sum(compress(sizes, whole)) + max(map(sum, pairwise([0, *layers])), default=0)
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,15 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def filled(self) -> FilledPlan:
         """The plan of this pipeline, with encoder layers in the virtual stages that the cut gives them."""
-        encoders = [self._encoder(encoder) for encoder in self._encoders]
-        builder = ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders, sharding=self.sharding)
-        header = builder.header(strategy="")
+        header = self.builder.header(strategy="")
         orders = [expand_order_to_phases(header, self.order, d) for d in range(header.ranks.num_classes)]
-        return lower_to_plan(header, orders, builder.fixed_bytes(), estimate_s=self.estimate_s)
+        return lower_to_plan(header, orders, self.builder.fixed_bytes(), estimate_s=self.estimate_s)
+
+    @cached_property
+    def builder(self) -> ColocatedPlanBuilder:
+        """Builds the header of the plan, and counts the bytes that are there all the time."""
+        encoders = [self._encoder(encoder) for encoder in self._encoders]
+        return ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders, sharding=self.sharding)
 
     @property
     def _encoders(self) -> list[Encoder]:
