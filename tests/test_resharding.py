@@ -9,6 +9,7 @@ import pytest
 from dry_run_worker import TRAINING
 from engine_cases import SYSTEMS
 
+import optimus
 from optimus.cost.assumptions import get_preset
 from optimus.engine.rank_dry_run import dry_run_rank
 from optimus.ir.op import Communicator, OpKind
@@ -21,6 +22,7 @@ from optimus.planner.systems.fsdp import FsdpCandidate, FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.schedule.lower import simulate_plan
 from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.sensitivity.why_not import explain_layout
 from optimus.verify.buckets import check_trained_layers_in_buckets
 from optimus.verify.validator import check_plan
 
@@ -194,3 +196,13 @@ def test_slow_traffic_is_the_step(context: PlanningContext) -> None:
         step_s = simulate_plan(plan, schedule).step_s
         # Layers of two microbatches are gathered one after another: the first is not gathered ahead.
         assert busy_s <= step_s < busy_s + 0.01
+
+
+@pytest.mark.ci("search")
+def test_why_a_plan_without_a_pipeline_is_not_one() -> None:
+    """The layout of a pipeline is planned by the system that has one, and the answer says so."""
+    planned = optimus.plan(optimus.find_job("cpu/tiny-vl"), strategy="fsdp", systems=())
+    reason = explain_layout(planned.plan, "llm=pp2,tp1")
+    assert reason.verdict == "slower" and reason.other is not None
+    assert reason.other.layouts[LLM].pp == 2
+    assert "planned by optimus: fsdp has no pipeline of the LLM" in reason.reason

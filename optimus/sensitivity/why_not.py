@@ -28,6 +28,7 @@ from optimus.planner.systems.colocation_search import ColocationSearch
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import first_fitting_pipeline
+from optimus.planner.systems.registry import load_system
 from optimus.sensitivity.time_breakdown import break_down_step, describe_step_difference, subtract_breakdowns
 from optimus.verify.validator import require_proven_plan
 
@@ -220,7 +221,7 @@ class _Explainer:
         try:
             planned = make_plan(
                 self.job,
-                strategy=question.plan.strategy,
+                strategy=self._strategy,
                 assumptions=question.assumptions,
                 profile=question.profile,
                 systems=[],
@@ -234,11 +235,15 @@ class _Explainer:
             return self._does_not_fit(no)
         return self._compare(planned)
 
+    @property
+    def _strategy(self) -> str:
+        """The plan's; `optimus` if the plan has no pipeline of the LLM, of which a layout is asked."""
+        strategy = self.question.plan.strategy
+        return strategy if load_system(strategy).needs_llm_pipeline else "optimus"
+
     def _does_not_fit(self, no: DoesNotFit) -> LayoutExplanation:
         question = self.question
-        need = find_memory_requirement(
-            self.job, question.assumptions, question.profile, question.plan.strategy
-        )
+        need = find_memory_requirement(self.job, question.assumptions, question.profile, self._strategy)
         if need is None:
             return self._reason("impossible", f"cannot be planned: {no.problem}", hint=no.hint)
         return self._reason("memory", f"does not fit: {need.description}", hint=no.hint, need=need)
@@ -262,6 +267,8 @@ class _Explainer:
 
     def _remarks(self, planned: PlanningResult) -> Iterable[str]:
         """Yields remarks where the plan does not follow all that was asked for."""
+        if self._strategy != self.question.plan.strategy:
+            yield f"planned by {self._strategy}: {self.question.plan.strategy} has no pipeline of the LLM"
         for name, choice in self.choices.items():
             layout = planned.plan.modules[name].layout
             for axis, size in choice.stated().items():
