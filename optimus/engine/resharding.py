@@ -22,9 +22,9 @@ READS_PARAMETERS = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRAD)
 
 
 class Resharding:
-    """What happens before and behind lines of a program; `waits_for_gather` are lines that wait for replicas.
+    """Holds the calls to buckets before and behind lines of a program.
 
-    `placed` gives the phases that run at every line of an op.
+    Lines in `waits_for_gather` wait for replicas. `placed` gives the phases that run at every line of an op.
     """
 
     def __init__(self, plan: Plan, device: int, buckets: RankBuckets, placed: PlacedPhases) -> None:

@@ -94,7 +94,8 @@ def train_rank(
         loop = _TrainingLoop(job, plan, plan_hash, config, member, load, dataset)
         summary = loop.run(on_step if member.rank == 0 else None)
         if save is not None:
-            for bucket in loop.rank.executor.buckets:  # masters to parameters
+            buckets = loop.rank.executor.buckets
+            for bucket in (*buckets, *buckets.frozen):  # masters to parameters
                 bucket.gather()
                 bucket.wait_gathered()
             save(loop.rank)

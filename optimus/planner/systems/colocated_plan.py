@@ -49,7 +49,7 @@ STATES = ("parameters", "gradients", "optimizer")  # components of RankMemory
 
 
 class Sharding(IntEnum):
-    """What replicas share, by the stages of ZeRO: each includes those before."""
+    """Lists what replicas shard, by the stages of ZeRO; each includes those before."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
