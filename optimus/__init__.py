@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from optimus.job.read import make_job as make_job
     from optimus.planner.compare import compare_systems as simulate
     from optimus.planner.planning import check_plan_or_result as check
-    from optimus.planner.planning import make_plan as plan
     from optimus.planner.user_modules import plan_modules as plan_modules
     from optimus.render.html_report import write_report as report
-    from optimus.sensitivity.assess import assess_plan as assess
     from optimus.sensitivity.job_sweep import sweep_job as sweep
+    from optimus.sensitivity.recommend import plan_job as plan
     from optimus.sensitivity.why_not import explain_layout as why
 
 # Public names and their modules, imported on first use: `import optimus` costs nothing, and torch is imported
@@ -39,10 +38,9 @@ _PUBLIC = {
     "load_plan": ("optimus.ir.planfile", "load_plan"),
     "save_plan": ("optimus.ir.planfile", "save_plan"),
     "report": ("optimus.render.html_report", "write_report"),
-    "assess": ("optimus.sensitivity.assess", "assess_plan"),
     "simulate": ("optimus.planner.compare", "compare_systems"),
     "check": ("optimus.planner.planning", "check_plan_or_result"),
-    "plan": ("optimus.planner.planning", "make_plan"),
+    "plan": ("optimus.sensitivity.recommend", "plan_job"),
     "why": ("optimus.sensitivity.why_not", "explain_layout"),
     "sweep": ("optimus.sensitivity.job_sweep", "sweep_job"),
     "export": ("optimus.exporters.targets", "export_plan"),
@@ -63,7 +61,6 @@ __all__ = [
     "FillSchedule",
     "Seconds",
     "StageInputs",
-    "assess",
     "check",
     "export",
     "find_job",

@@ -93,8 +93,22 @@ class System(Protocol):
     def searches_layouts(self) -> bool:
         """True if the system is simulated at every promising layout of the LLM, not only the first."""
 
+    @property
+    def contains(self) -> Sequence[str]:
+        """The systems whose plans are its own too, where they are faster than its candidates."""
+
+    @property
+    def simulate_within(self) -> float:
+        """How far an estimate of a candidate may be above its step: times the step."""
+
     def applies_to(self, job: Job) -> bool:
         """Returns whether the job states what the system needs."""
+
+    def keeps_layout(self, job: Job) -> bool:
+        """Returns whether the system can have the layout of the LLM that the job states."""
+
+    def looking_below(self, step_s: float) -> System:
+        """Returns the system with a search that soon gives up what is not faster than a known step."""
 
     def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
         """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""

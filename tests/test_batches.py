@@ -163,7 +163,7 @@ def test_loads_of_a_batch_add_up_to_its_images(mixed: Comparison) -> None:
         loads = encoder_loads_of_batch(batches, batch, feeding, "drawn", [])["vision"]
         own = sum_encoder_loads(batches, batch, deal_batch_to_replicas(np.zeros(64), feeding, "drawn"),
                          replace(feeding, locked=False))["vision"]  # fmt: skip
-        assert loads.shape == (2, 1, feeding.microbatches)
+        assert loads.shape == (2, 1, feeding.microbatches * feeding.encoders["vision"].bins)
         assert np.array_equal(loads[:, 0], own.max(axis=1))
 
 
@@ -231,9 +231,9 @@ def test_items_dealt_over_replicas_are_those_of_the_batch(mixed: Comparison) -> 
         feeding = feeding_of(mixed, "fsdp")  # the fullest of all, not less than the mean one
         bins = feeding.encoders["vision"]
         loads = encoder_loads_of_batch(batches, batch, feeding, "items", [])["vision"]
-        assert loads.shape == (2, 1, feeding.microbatches)
+        assert loads.shape == (2, 1, feeding.microbatches * bins.bins)
         whole = total_tokens(batches, batch, COMPUTE)
-        share = whole / bins.bins / feeding.replicas / bins.priced_sequences
+        share = whole / feeding.replicas / bins.priced_sequences
         assert share - 1e-9 <= loads[COMPUTE].sum() <= 1.15 * share
 
 

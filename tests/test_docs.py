@@ -51,6 +51,7 @@ OPTIONS = {
     for command in (*COMMANDS.values(), Bench)
     for field in fields(command)
 } | {
+    "--for",
     "--nproc-per-node",
     "--module",
     "--config",

@@ -124,7 +124,7 @@ def test_a_plan_notes_the_systems_that_do_not_fit() -> None:
     assert "systems_unfit" not in made.plan.notes
     systems = {**made.systems, "stage0": replace(made.systems["stage0"], fits=False)}
     comparison = replace(made.comparison, systems=systems)
-    plan = planning._with_notes(made.plan, comparison, made.bounds, made.search_result)
+    plan = planning.build_plan(comparison, "optimus").plan
     assert plan.notes["systems_unfit"] == ["stage0"]
     assert export_unproven(plan, "megatron").best_there is None
 
@@ -135,7 +135,7 @@ def test_a_plan_notes_the_systems_that_do_not_fit() -> None:
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export") / "small.plan.json"
-    plan = planned("cpu/tiny-vl", "llm=pp1,tp1")
+    plan = planned("cpu/tiny-vl", "llm=pp2,tp1")
     notes = {**plan.notes, "systems_s": {"stage0": 2 * plan.claims.step_s}}
     save_plan(replace(plan, notes=notes), path)
     return path

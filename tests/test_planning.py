@@ -256,8 +256,8 @@ def test_plan_prints_what_it_chose_and_why(
     text = capsys.readouterr().out
     for word in (
         "chosen",
-        "worth",
-        "hidden",
+        "recommended",
+        "idle",
         "bound",
         "claim",
         "on the worst rank",

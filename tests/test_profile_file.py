@@ -262,7 +262,7 @@ def test_what_was_not_measured_is_said() -> None:
     found = compare_systems(job, names=["stage0"], profile=replace(half, segments=rows))
     assert found.profile_notes == [
         "llm at tp 1: B down, F down, I down, W down priced by the formula",
-        "llm at tp 1 is asked for 256 tokens, measured at 128: extrapolated in proportion",
+        "llm at tp 1 is asked for 256 to 1,024 tokens, measured at 128: extrapolated in proportion",
         "vision at tp 1 is asked for 256 tokens, measured at 128: extrapolated in proportion",
     ]
     only = replace(half, segments=tuple(r for r in rows if r.module == "llm"))

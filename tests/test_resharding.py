@@ -17,6 +17,7 @@ from optimus.ir.plan import Bucket, Plan, Program, Span
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.planning import make_plan
 from optimus.planner.systems.colocated_plan import Sharding
 from optimus.planner.systems.fsdp import FsdpCandidate, FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -201,7 +202,9 @@ def test_slow_traffic_is_the_step(context: PlanningContext) -> None:
 @pytest.mark.ci("search")
 def test_why_a_plan_without_a_pipeline_is_not_one() -> None:
     """The layout of a pipeline is planned by the system that has one, and the answer says so."""
-    planned = optimus.plan(optimus.find_job("cpu/tiny-vl"), strategy="fsdp", systems=())
+    job = optimus.find_job("cpu/tiny-vl")
+    job = replace(job, layout=replace(job.layout, modules={}))
+    planned = make_plan(job, strategy="fsdp", systems=())
     reason = explain_layout(planned.plan, "llm=pp2,tp1")
     assert reason.verdict == "slower" and reason.other is not None
     assert reason.other.layouts[LLM].pp == 2

@@ -231,14 +231,15 @@ def test_writing_says_what_is_wrong(tmp_path: Path) -> None:
 def a_comparison(systems: dict[str, SimulatedSystem], missing: dict[str, str]) -> Comparison:
     from optimus.cost.assumptions import get_preset
     from optimus.planner.layouts import choose_smallest_context
+    from optimus.planner.systems.llm_only import LlmOnlySystem
     from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 
     job, assumptions = find_job("paper/A"), get_preset("default")
     context, _ = choose_smallest_context(job, assumptions)
     return Comparison(
         job=job, assumptions=assumptions, context=context, systems=systems, missing=missing,
-        floor=first_fitting_pipeline(context, (job.model.llm,)), floor_s=1.0, floor_1f1b_s=1.0, rejected=(),
-        considered=1, compared=1,
+        llm_only=LlmOnlySystem().simulate_candidate(first_fitting_pipeline(context, (job.model.llm,))),
+        floor_1f1b_s=1.0, rejected=(), considered=1, compared=1, search_s=0.0,
     )  # fmt: skip
 
 

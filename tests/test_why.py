@@ -37,9 +37,11 @@ AT_ONCE = (TINY, "paper/dual-22-11")  # jobs that are rebuilt in every run of th
 
 
 def tiny(*layouts: str, memory_bytes: float = 8e9) -> Job:
+    """A job without fsdp, whose plans have no pipeline and any size of microbatches."""
     job = find_job(TINY, None, layouts)
     cluster = replace(job.cluster, gpu=replace(job.cluster.gpu, memory_bytes=memory_bytes))
-    return replace(job, cluster=cluster)
+    limits = replace(job.layout.limits, allow=("fill", "balanced", "three-phase"))
+    return replace(job, cluster=cluster, layout=replace(job.layout, limits=limits))
 
 
 def planned(*layouts: str, memory_bytes: float = 8e9) -> PlanningResult:
@@ -432,7 +434,12 @@ def test_pipelines_are_compared_cause_by_cause(strategy: str) -> None:
 
 @pytest.mark.ci("search")
 def test_a_released_job_that_does_not_fit_is_told_what_would() -> None:
-    plan = make_plan(find_job("paper/small-a100", layouts=["llm=pp1,tp4"]), strategy="optimus", systems=[])
+    job = find_job("paper/small-a100", layouts=["llm=pp1,tp4"])
+    sharded = explain_layout(make_plan(job, strategy="optimus", systems=[]), llm="pp1 tp1")
+    assert sharded.verdict == "faster" and sharded.other is not None  # as fsdp
+    limits = replace(job.layout.limits, allow=("fill", "balanced", "three-phase"))
+    job = replace(job, layout=replace(job.layout, limits=limits))
+    plan = make_plan(job, strategy="optimus", systems=[])
     narrow = explain_layout(plan, llm="pp1 tp1")
     assert narrow.verdict == "memory" and narrow.need is not None and "it fits with" in narrow.hint
     assert narrow.need.largest == "model states" and narrow.need.encoders is not None

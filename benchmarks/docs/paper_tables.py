@@ -27,7 +27,7 @@ from optimus.planner.filled_plan import FilledPlan, RejectedLayout
 from optimus.planner.layouts import choose_smallest_context, common_encoder_layouts
 from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
-from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.paper import ADJUSTED_WARMUP, PaperSystem, warmup_variants
 from optimus.planner.systems.paper_candidate import LlmTimelines, PaperCandidate, PaperSchedule
 from optimus.planner.systems.registry import load_system
@@ -86,6 +86,8 @@ def figures(case: PaperCase) -> Figures:
     names = ["llm-only", "stage0", "balanced", "balanced-best"]
     names += ["fsdp"] if case.job == "small-a100" else []
     systems = {name: load_system(name).simulate(pipelines) for name in names}
+    # At the paper's layouts: a fully sharded LLM is not among them.
+    systems["llm-only"] = LlmOnlySystem().simulate_candidate(pipelines.floor)
     begin = time.process_time()
     (candidate,) = PaperSystem().candidates(pipelines)
     seconds = time.process_time() - begin

@@ -21,7 +21,7 @@ from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
 from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.step_bounds import compute_step_bounds
+from optimus.planner.step_bounds import StepBounds, compute_step_bounds
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
@@ -279,7 +279,7 @@ def bubbles(name: str, assumed: str) -> Figures:
     ours = comparison.systems["optimus"]
     assert ours.search_result is not None
     alone = llm_alone(ours.search_result)
-    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = _bounds(comparison)
     return {
         "before": _seconds(alone.schedule, alone.timeline),
         "after": _seconds(ours.schedule, ours.timeline),
@@ -327,7 +327,7 @@ def sweep_point(name: str, assumed: str) -> Figures:
     job = swept(float(ratio), int(tokens))
     comparison = compare_systems(job, names=("optimus", *SIMPLER), assumptions=assumed)
     encoder = job.model.encoders[0]
-    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = _bounds(comparison)
     return {
         **_systems(comparison),
         "ratio": rounded(encoder.parameters() / job.model.llm.parameters()),
@@ -347,8 +347,14 @@ def roomy_point(name: str, assumed: str) -> Figures:
 # ------------------------------------------------------------------------ shared
 
 
+def _bounds(comparison: Comparison) -> StepBounds:
+    floor = comparison.llm_only.search_result
+    assert floor is not None
+    return compute_step_bounds(comparison.context, floor.llm, comparison.floor_s)
+
+
 def _systems(comparison: Comparison) -> Figures:
-    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
+    bounds = _bounds(comparison)
     return {
         "floor_s": rounded(comparison.floor_s),
         "bound_s": rounded(bounds.bound_s),

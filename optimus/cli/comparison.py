@@ -96,10 +96,6 @@ def format_comparison(comparison: Comparison) -> list[str]:
     lines += ["", *_table(comparison), "", *_calibration(comparison)]
     lines += wrap_remark(CAUSES_REMARK)
     lines += wrap_remark(TP_SHARE_REMARK)
-    if any(comparison.over_floor(name) < 1 for name in comparison.systems):
-        lines += wrap_remark(
-            "The floor is the LLM alone in a pipeline; a system without one may be below it."
-        )
     if comparison.is_stated and comparison.context.layout.pp == 1:
         lines += wrap_remark("With pp 1 there is one stage: stage0 and balanced are the same.")
     lines.append("")

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 OK, NO, USER_ERROR, OUR_BUG, INTERRUPTED = 0, 1, 2, 70, 130
 
 
-def describe_option(*, help: str, metavar: str | None = None, aliases: list[str] | None = None) -> Any:
+def describe_option(
+    *, help: str, name: str | None = None, metavar: str | None = None, aliases: list[str] | None = None
+) -> Any:
     """Describes an argument for the help text, which shows a default only if it is a value."""
 
     def default_hint(default: str) -> str:
         return "" if default in ("None", "False", "") else f"(default: {default})"
 
-    return tyro.conf.arg(help=help, metavar=metavar, aliases=aliases, help_behavior_hint=default_hint)
+    return tyro.conf.arg(
+        name=name, help=help, metavar=metavar, aliases=aliases, help_behavior_hint=default_hint
+    )
 
 
 JobArgument = Annotated[
@@ -50,7 +54,9 @@ JsonFlag = Annotated[bool, describe_option(help="print one JSON object instead o
 StrategyFlag = Annotated[
     str,
     describe_option(
-        metavar="NAME", help="the system to plan: optimus (ours), paper (the paper's algorithm), ..."
+        metavar="NAME",
+        help="the system to plan: fsdp, stage0, balanced, balanced-best, three-phase, paper (the paper's "
+        "algorithm) or optimus",
     ),
 ]
 SystemsFlag = Annotated[

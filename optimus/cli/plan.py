@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,6 @@ from optimus.cli.flags import (
     OnFlag,
     PresetFlag,
     ProfileFlag,
-    StrategyFlag,
     SystemsFlag,
     TraceFlag,
     describe_option,
@@ -35,9 +35,12 @@ from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
+    from optimus.job.job import Job
     from optimus.job.layout import Layout
+    from optimus.planner.compare import Comparison
     from optimus.planner.planning import PlanningResult
     from optimus.planner.systems.base import SimulatedSystem
+    from optimus.sensitivity.recommend import RecommendedPlan
 
 SCHEMA = "optimus.plan-result/1"
 
@@ -54,8 +57,21 @@ class PlanCommand:
             aliases=["-o"], metavar="PLAN", help="the file to write; default: the job's name and .plan.json"
         ),
     ] = None
-    strategy: StrategyFlag = "optimus"
+    strategy: Annotated[
+        str | None,
+        describe_option(
+            metavar="NAME",
+            help="plan this system instead of the recommended one: fsdp, stage0, balanced, balanced-best, "
+            "three-phase, paper (the paper's algorithm) or optimus",
+        ),
+    ] = None
     system: SystemsFlag = ()
+    target: Annotated[
+        str | None,
+        describe_option(
+            name="for", metavar="TRAINER", help="plan only what this runs: engine, megatron or torchtitan"
+        ),
+    ] = None
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
@@ -64,20 +80,23 @@ class PlanCommand:
     ] = False
     trace: TraceFlag = None
     no_sure: Annotated[
-        bool, describe_option(help="skip the analysis of how sure the answer is, which may take minutes")
+        bool, describe_option(help="simulate no perturbed cost models, which say how sure the answer is")
     ] = False
     json: JsonFlag = False
 
     def __call__(self) -> int:
         from optimus.ir.planfile import save_plan
 
-        planned, output = self._make_plan()
+        job, output = self._read()
+        comparison, first_table_s = self._compare(job)
+        planned = self._plan(comparison)
         lines = _plan_text(planned)
         if not planned.report.ok:
             print_lines(lines, to_stderr=True)
             raise AssertionError(f"the plan does not hold: {planned.report.violations[0]}")
         digest = save_plan(planned.plan, output)
-        result = {**_plan_json(planned), "file": str(output), "sha256": digest}
+        result = {**_plan_json(planned), "first_table_s": first_table_s}
+        result |= {"file": str(output), "sha256": digest}
         if self.noise:
             from optimus.cli.uncertainty import build_noise_json, format_noise
             from optimus.sensitivity.noise_study import simulate_under_noise
@@ -86,33 +105,38 @@ class PlanCommand:
             lines += format_noise(noise)
             result["noise"] = build_noise_json(noise)
         lines += ["", *self._written(planned, output, digest)]
-        if self.no_sure or not self.json:
-            print_result(result, lines, as_json=self.json)
-        if not self.no_sure:
-            self._assess(planned, result)
+        print_result(result, lines, as_json=self.json)
         return OK
 
-    def _make_plan(self) -> tuple[PlanningResult, Path]:
-        """Plans the job; mistakes in flags and files are found before the search."""
-        from optimus.cost.assumptions import get_preset
+    def _read(self) -> tuple[Job, Path]:
+        """Reads the job; mistakes in flags and files are found before the search."""
         from optimus.ir.planfile import is_plan_file
         from optimus.job.read import find_job
+        from optimus.job.targets import restrict_to_target
 
-        assumptions = get_preset(self.preset)
         if is_plan_file(self.job):
             raise UserError(
                 field="JOB", value=self.job, problem="is a plan already", hint="check, simulate or diff it"
             )
         job = find_job(self.job, self.on, self.layout)
+        if self.target is not None:
+            job = restrict_to_target(job, self.target)
         output = self.output or Path(f"{job.name.replace('/', '-')}.plan.json")
         check_writable("--output", output, ".json")
         if self.trace is not None:
             check_writable("--trace", self.trace, *TRACE_ENDINGS)
-        profile = load_optional_profile(self.profile)
-        with progress_bar("planning") as progress, announce_compilation():
-            from optimus.planner.planning import make_plan
+        return job, output
 
-            planned = make_plan(
+    def _compare(self, job: Job) -> tuple[Comparison, float]:
+        """Compares all systems and prints the first table; returns the seconds until then too."""
+        from optimus.cost.assumptions import get_preset
+
+        begin = time.monotonic()
+        assumptions, profile = get_preset(self.preset), load_optional_profile(self.profile)
+        with progress_bar("planning") as progress, announce_compilation():
+            from optimus.sensitivity.recommend import compare_to_recommend
+
+            comparison = compare_to_recommend(
                 job,
                 strategy=self.strategy,
                 assumptions=assumptions,
@@ -120,7 +144,19 @@ class PlanCommand:
                 systems=split_names(self.system) or None,
                 progress=progress,
             )
-        return planned, output
+        if not self.json:
+            print_lines(_comparison_text(comparison))
+        return comparison, time.monotonic() - begin
+
+    def _plan(self, comparison: Comparison) -> RecommendedPlan:
+        """Recommends a system, over drawn batches and perturbed cost models, and plans it."""
+        with progress_bar("planning") as progress:
+            from optimus.sensitivity.perturb import DRAWS
+            from optimus.sensitivity.recommend import plan_recommended, recommend
+
+            draws = 0 if self.no_sure else DRAWS
+            recommendation = recommend(comparison, draws=draws, progress=progress)
+        return plan_recommended(comparison, recommendation, strategy=self.strategy)
 
     def _written(self, planned: PlanningResult, output: Path, digest: str) -> list[str]:
         """Writes the trace, and returns the files written and the commands to try next."""
@@ -138,19 +174,6 @@ class PlanCommand:
         why = f"optimus why {output} {suggest_neighbour_layout(plan.modules['llm'].layout)}"
         return [*lines, *format_next_commands(f"optimus check {output}", f"optimus report {output}", why)]
 
-    def _assess(self, planned: PlanningResult, result: dict[str, object]) -> None:
-        """Prints how sure the answer is, after the plan is written."""
-        with progress_bar("planning") as progress:
-            from optimus.cli.uncertainty import build_uncertainty_json, format_uncertainty
-            from optimus.sensitivity.assess import assess_plan
-
-            assessed = assess_plan(planned, progress=progress)
-        print_result(
-            {**result, **build_uncertainty_json(assessed)},
-            ["", *format_uncertainty(assessed)],
-            as_json=self.json,
-        )
-
 
 def suggest_neighbour_layout(layout: Layout) -> str:
     """Names another LLM layout that a reader may ask about: twice the stages, or half of them."""
@@ -158,15 +181,17 @@ def suggest_neighbour_layout(layout: Layout) -> str:
     return f"llm=pp{pp},tp{layout.tp}"
 
 
-def _plan_json(planned: PlanningResult) -> dict[str, object]:
+def _plan_json(planned: RecommendedPlan) -> dict[str, object]:
     """Returns the object of `optimus plan --json`, but for the file."""
     from optimus.cli.comparison import build_cost_model_json
+    from optimus.cli.uncertainty import build_uncertainty_json
     from optimus.cost.memory import NOT_MODELLED
 
     plan, comparison, bounds = planned.plan, planned.comparison, planned.bounds
     return {
         "schema": SCHEMA,
         "job": plan.name,
+        **build_uncertainty_json(planned.recommendation),
         "strategy": plan.strategy,
         "preset": comparison.assumptions.name,
         "cost_model": build_cost_model_json(comparison),
@@ -188,7 +213,7 @@ def _plan_json(planned: PlanningResult) -> dict[str, object]:
         "hidden_share_placed": planned.hidden_placed,
         "speedup": planned.speedup,
         "worth": _worth(planned),
-        "search_s": planned.search_s,
+        "search_s": comparison.search_s,
         "peak_memory_bytes": max(held.peak for held in plan.memory),
         "peak_memory_bytes_p99": planned.search_result.peak_bytes_at_p99,
         "memory_bytes": asdict(planned.system.memory),
@@ -203,14 +228,20 @@ def _plan_json(planned: PlanningResult) -> dict[str, object]:
     }
 
 
-def _plan_text(planned: PlanningResult) -> list[str]:
-    """Returns the speed-up, the layouts, the table of systems, memory, rejected layouts and the proof."""
+def _comparison_text(comparison: Comparison) -> list[str]:
+    """Returns the job and the table of systems, all at the mean of the data."""
     from optimus.cli.comparison import format_header, format_job
+
+    return [*format_job(comparison), *format_header(comparison), "", *_table(comparison), ""]
+
+
+def _plan_text(planned: RecommendedPlan) -> list[str]:
+    """Returns the recommendation and the plan's layouts, hidden share, memory, rejected layouts and proof."""
+    from optimus.cli.uncertainty import format_recommendation
     from optimus.cost.memory import NOT_MODELLED
 
-    lines = [*format_job(planned.comparison), *_worth_lines(planned), *format_header(planned.comparison)]
+    lines = [*format_recommendation(planned), *_chosen(planned), ""]
     lines += wrap_text("search", _search_words(planned))
-    lines += ["", *_chosen(planned), "", *_table(planned), ""]
     lines += _hidden_lines(planned)
     lines += wrap_text("memory", _memory(planned))
     lines += _rejected(planned)
@@ -220,17 +251,18 @@ def _plan_text(planned: PlanningResult) -> list[str]:
 
 
 def _search_words(planned: PlanningResult) -> str:
-    search = planned.search_result
-    words = f"{len(search.tried)} of {search.considered} encoder layouts were scheduled"
-    words += f"; {planned.search_s:.1f} s with all systems"
-    return "; ".join([words, *search.remarks])
+    search, words = planned.search_result, [f"{planned.comparison.search_s:.1f} s for all systems"]
+    if search.tried:
+        words.insert(0, f"{len(search.tried)} of {search.considered} encoder layouts were scheduled")
+    return "; ".join([*words, *search.remarks])
 
 
 def _chosen(planned: PlanningResult) -> list[str]:
     """Returns a paragraph per module: layout, microbatches, order and recomputation."""
     plan, llm = planned.plan, planned.search_result.llm
     size = f"{llm.sequences:.3g} {'sequence' if llm.sequences == 1 else 'sequences'}"
-    microbatches = f"{llm.microbatches} microbatches of {size}"
+    noun = "microbatch" if llm.microbatches == 1 else "microbatches"
+    microbatches = f"{llm.microbatches} {noun} of {size}"
     recompute = f"recompute {plan.modules['llm'].recompute}"
     lines = wrap_text("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_name}; {recompute}")
     for name, module in plan.encoders.items():
@@ -248,30 +280,26 @@ def _microbatches(split: list[int], pieces: int) -> str:
     return words if pieces == 1 else f"{words} of 1/{pieces}"
 
 
-def _table(planned: PlanningResult) -> list[str]:
+def _table(comparison: Comparison) -> list[str]:
     from optimus.cli.comparison import TP_SHARE, TP_SHARE_REMARK
 
-    comparison = planned.comparison
-    header = ["system", "step s", "over floor", "speed-up", "peak GB", "MFU %", f"TP {TP_SHARE}"]
+    header = ["system", "step s", "over floor", "peak GB", "MFU %", f"TP {TP_SHARE}"]
     rows = []
     for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
-        speedup = "-" if name == "llm-only" else f"{system.step_s / planned.step_s:.3f}"
         rows.append(
             [
                 f"{name} (floor)" if name == "llm-only" else name,
                 format_seconds(system.step_s),
                 f"{comparison.over_floor(name):.3f}",
-                speedup,
                 format_gigabytes(system.memory.total) + ("" if system.fits else " !"),
                 f"{100 * system.mfu:.1f}",
                 format_seconds(system.overlapped_step_s),
             ]
         )
         if system.measured_step_s is not None:
-            rows.append(_measured(planned, system))
+            rows.append(_measured(comparison, system))
     lines = align_columns(header, rows)
-    lines += wrap_remark(f"speed-up: step of the system over the step of {planned.plan.strategy}.")
-    lines += wrap_remark(TP_SHARE_REMARK)
+    lines += wrap_remark(f"At the mean of the data. {TP_SHARE_REMARK}")
     if any(not system.fits for system in comparison.systems.values()):
         lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
@@ -279,12 +307,11 @@ def _table(planned: PlanningResult) -> list[str]:
     return lines
 
 
-def _measured(planned: PlanningResult, system: SimulatedSystem) -> list[str]:
+def _measured(comparison: Comparison, system: SimulatedSystem) -> list[str]:
     assert system.measured_step_s is not None
-    over = system.measured_step_s / planned.comparison.floor_s
-    speedup = system.measured_step_s / planned.step_s
     held = system.measured_memory_bytes
-    row = ["  measured", format_seconds(system.measured_step_s), f"{over:.3f}", f"{speedup:.3f}"]
+    row = ["  measured", format_seconds(system.measured_step_s)]
+    row.append(f"{system.measured_step_s / comparison.floor_s:.3f}")
     return [*row, "" if held is None else format_gigabytes(held), "", ""]
 
 
@@ -293,41 +320,19 @@ def _worth(planned: PlanningResult) -> dict[str, object]:
     reference, simpler = planned.reference, planned.simpler
     return {
         "reference": None if reference is None else reference.name,
-        "speedup": None if reference is None else planned.speedup[reference.name],
+        "speedup": None if reference is None else planned.speedup.get(reference.name, 1.0),
         "simpler_system": None if simpler is None else simpler.name,
         "speedup_over_simpler": None if simpler is None else planned.speedup[simpler.name],
     }
 
 
-def _worth_lines(planned: PlanningResult) -> list[str]:
-    from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
-
-    reference, simpler = planned.reference, planned.simpler
-    if simpler is None:
-        return wrap_text("worth", "unknown: no system that fits was compared; name systems with --system")
-    gain, parts = planned.speedup[simpler.name], []
-    if reference is not None:
-        speedup = planned.speedup[reference.name]
-        words = f"{speedup:.3f} times the speed of {reference.name} ({1 - 1 / speedup:.1%} less time)"
-        if simpler is not reference:
-            words += f": {speedup / gain:.3f} by {simpler.name}, {gain:.3f} by this plan over it"
-        parts.append(words)
-    if gain < MIN_SPEEDUP_WORTH_FILLING:
-        than = "no faster than" if gain < 1.0005 else f"only {gain:.3f} times as fast as"
-        plans = simpler.search_result is not None
-        how = f"plan with --strategy {simpler.name}" if plans else f"use {simpler.name}"
-        parts.append(f"it is {than} {simpler.name}, which is simpler: {how}")
-    elif simpler is not reference:
-        parts.append(f"{gain:.3f} times the speed of {simpler.name}, the best simpler system")
-    return wrap_text("worth", "; ".join(parts))
-
-
 def _hidden_lines(planned: PlanningResult) -> list[str]:
+    from optimus.planner.systems.registry import fills_bubbles
+
     plan, bounds = planned.plan, planned.bounds
     coarse = planned.search_result.notes.get("hidden_share_coarse")
     hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
-    hidden += f"; idle time left: {_bubbles(planned.system)}"
     over = planned.step_s / bounds.bound_s
     bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.largest_name} binds); "
     bound += f"the step is {over:.3f} times the bound"
@@ -339,7 +344,9 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
     if plan.dealing_replicas > 1:
         replicas, lagged = plan.dealing_replicas, format_seconds(plan.claims.lagged_s)
         claim += f"; images dealt over {replicas} replicas, {lagged} s if all encoders are half a bin behind"
-    return [*wrap_text("hidden", hidden), *wrap_text("bound", bound), *wrap_text("claim", claim)]
+    lines = wrap_text("hidden", hidden) if fills_bubbles(plan.strategy) else []
+    lines += wrap_text("idle", f"{_bubbles(planned.system)} of the step")
+    return [*lines, *wrap_text("bound", bound), *wrap_text("claim", claim)]
 
 
 def _bubbles(system: SimulatedSystem) -> str:

@@ -1,43 +1,65 @@
-"""Formats how sure a plan is: drawn batches, perturbed cost models and noise."""
+"""Formats the recommendation, and how sure it is: drawn batches, perturbed cost models and noise."""
 
 from __future__ import annotations
 
 from statistics import fmean
 
 from optimus.cli.text import wrap_text
-from optimus.render.format_numbers import format_seconds
-from optimus.sensitivity.assess import PlanAssessment
-from optimus.sensitivity.batch_steps import BatchStepTimes
+from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNoise
-from optimus.sensitivity.win_rate import MIN_WINS_FOR_RULE, OtherWinner, WinRate, WinRule
+from optimus.sensitivity.recommend import Recommendation, RecommendedPlan
+from optimus.sensitivity.win_rate import WinRate, WinRule
 
-DEALING_WORDS = {"drawn": "as drawn", "reordered": "sequences re-dealt", "items": "items dealt"}
+
+def format_recommendation(planned: RecommendedPlan) -> list[str]:
+    """Returns what to run and why, and how far a plan of another system is from it."""
+    recommendation, strategy = planned.recommendation, planned.plan.strategy
+    first, *reasons = recommendation.sentence.split("; ")
+    lines = wrap_text("recommended", first)
+    for reason in reasons:
+        lines += wrap_text("", reason)
+    reference = planned.reference
+    if reference is not None and reference.name != recommendation.name:
+        speedup = planned.speedup.get(reference.name, 1.0)
+        lines += wrap_text("", f"{speedup:.3f} times the speed of {reference.name} at the mean of the data")
+    if strategy != recommendation.name:
+        asked = f"{strategy}, as --strategy asks"
+        if strategy in recommendation.drawn:
+            longer = recommendation.drawn[strategy].mean_s / recommendation.steps.mean_s
+            asked += f": {longer:.3f} times the step of {recommendation.name}"
+        lines += wrap_text("planned", asked)
+    return lines
 
 
-def build_uncertainty_json(assessed: PlanAssessment) -> dict[str, object]:
-    """Returns the keys `steps` and `sure`."""
-    sure = assessed.sure
+def build_uncertainty_json(recommendation: Recommendation) -> dict[str, object]:
+    """Returns the keys `recommended`, `recommendation`, `drawn` and `sure`."""
     return {
-        "steps": {
+        "recommended": recommendation.name,
+        "recommendation": recommendation.sentence,
+        "margin": MIN_SPEEDUP_WORTH_FILLING,
+        "drawn": {
             name: {
                 "mean_s": steps.mean_s,
                 "p95_s": steps.p95_s,
                 "batches": len(steps.steps_s),
                 "dealing": steps.dealing,
             }
-            for name, steps in assessed.steps.items()
+            for name, steps in recommendation.drawn.items()
         },
-        "sure": {
-            "winner": sure.winner,
-            "same": sure.same,
-            "of": sure.of,
-            "otherwise": [
-                {"system": rival.system, "wins": rival.wins, "rule": _rule_json(rival.rule)}
-                for rival in sure.otherwise
-            ],
-            "played": list(sure.steps_s),
-            "left_out": dict(sure.left_out),
-        },
+        "sure": None if recommendation.sure is None else _sure_json(recommendation.sure),
+    }
+
+
+def _sure_json(sure: WinRate) -> dict[str, object]:
+    return {
+        "holds": sure.holds,
+        "of": sure.of,
+        "better": [
+            {"system": other.system, "wins": other.wins, "rule": _rule_json(other.rule)}
+            for other in sure.better
+        ],
+        "simulated": list(sure.steps_s),
+        "left_out": dict(sure.left_out),
     }
 
 
@@ -51,49 +73,6 @@ def _rule_json(rule: WinRule | None) -> dict[str, object] | None:
         "explains": rule.explains,
         "holds": rule.holds,
     }
-
-
-def format_uncertainty(assessed: PlanAssessment) -> list[str]:
-    """Returns the steps over drawn batches, and how often the plan wins."""
-    return [*wrap_text("steps", _steps_words(assessed)), *wrap_text("sure?", _sure_words(assessed.sure))]
-
-
-def _steps_words(assessed: PlanAssessment) -> str:
-    plan, *rivals = assessed.steps.values()
-    batches = f"over {len(plan.steps_s)} batches drawn from the workload"
-    dealt = "which are all alike" if plan.simulations == 1 else DEALING_WORDS[plan.dealing]
-    words = f"{_batch_steps(plan)} {batches}, {dealt}"
-    if rivals:
-        words += f" ({'; '.join(_rival_steps(steps) for steps in rivals)})"
-    best = min(assessed.steps.values(), key=lambda steps: steps.mean_s)
-    if best is not plan and assessed.sure.winner == plan.system:
-        words += f": over these {best.system} is the faster"
-    return words
-
-
-def _rival_steps(steps: BatchStepTimes) -> str:
-    dealt = "" if steps.simulations == 1 else f", {DEALING_WORDS[steps.dealing]}"
-    return f"{steps.system}: {_batch_steps(steps)}{dealt}"
-
-
-def _batch_steps(steps: BatchStepTimes) -> str:
-    return f"mean {format_seconds(steps.mean_s)} s, p95 {format_seconds(steps.p95_s)} s"
-
-
-def _sure_words(sure: WinRate) -> str:
-    words = f"same winner, {sure.winner}, in {sure.same} of {sure.of} perturbed cost models"
-    if len(sure.steps_s) == 1:
-        return f"{sure.winner} is the only system that was simulated under {sure.of} perturbed cost models"
-    return "; ".join([words, *(_rival_words(rival) for rival in sure.otherwise)])
-
-
-def _rival_words(rival: OtherWinner) -> str:
-    """Formats `three-phase wins in 12, 10 of them among the 40 where image tokens are -10 % or lower`."""
-    words = f"{rival.system} wins in {rival.wins}"
-    if rival.rule is None:
-        return words if rival.wins < MIN_WINS_FOR_RULE else f"{words}, which no single assumption explains"
-    share = "all" if rival.rule.explains == rival.wins else f"{rival.rule.explains} of them"
-    return f"{words}, {share} among the {rival.rule.holds} where {rival.rule}"
 
 
 def format_noise(noise: NoiseStudy) -> list[str]:

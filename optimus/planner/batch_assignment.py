@@ -10,7 +10,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 
-Sharing = Literal["pieces", "busiest", "all"]
+Sharing = Literal["pieces", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,8 @@ class EncoderBins:
     """Bins over which the images of an LLM microbatch are distributed, and the load that one was priced at.
 
     `sharing` says which rows of the schedule a bin loads:
-      pieces   encoder microbatch `m * bins + b` is bin b of LLM microbatch m
-      busiest  encoder microbatch m takes as long as the fullest of its bins
-      all      microbatch m of all replicas together, split evenly
+      pieces  encoder microbatch `m * bins + b` is bin b of LLM microbatch m
+      all     microbatch m of all replicas together, split evenly
     """
 
     bins: int
@@ -49,7 +48,7 @@ class BatchAssignment:
 
 
 def encoder_bins_on_llm_ranks(
-    context: PlanningContext, layers: Sequence[PricedLayer], sequences: float, llm: Layout
+    context: PlanningContext, layers: Sequence[PricedLayer], sequences: float, microbatches: int, llm: Layout
 ) -> dict[str, EncoderBins]:
     """Returns the bins of encoders that run on the ranks of an LLM stage.
 
@@ -61,5 +60,8 @@ def encoder_bins_on_llm_ranks(
         layout = next(layer.layout for layer in layers if layer.module == encoder.name)
         groups = llm.cp * llm.tp // layout.tp
         priced = context.busiest_group_sequences(encoder, sequences, groups)
-        bins[encoder.name] = EncoderBins(bins=groups, sharing="busiest", priced_sequences=priced)
+        pipelines = tuple(range(groups)) * microbatches
+        bins[encoder.name] = EncoderBins(
+            bins=groups, sharing="pieces", priced_sequences=priced, pipelines=pipelines
+        )
     return bins

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 
 from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.cost.measured_profile import ANALYTIC, Profile
@@ -12,11 +15,16 @@ from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
-from optimus.planner.systems.base import SimulatedSystem, simulate_step_s
+from optimus.planner.systems.base import (
+    SIMULATE_WITHIN,
+    SimulatedSystem,
+    select_fastest,
+    simulate_step_s,
+)
 from optimus.planner.systems.llm_only import LlmPipelines
-from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.registry import SYSTEMS, default_baselines, load_system
+from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allowed, load_system
 from optimus.planner.systems.today import TodaySystem
+from optimus.protocols import System
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,15 +33,15 @@ class Comparison:
 
     job: Job
     assumptions: Assumptions
-    context: PlanningContext  # at the floor's layout; at the plan's where there is a plan
+    context: PlanningContext  # at the layout of the LLM's best pipeline; at the plan's where there is a plan
     systems: dict[str, SimulatedSystem]
     missing: dict[str, str]
-    floor: PipelineCandidate
-    floor_s: float
+    llm_only: SimulatedSystem  # the floor: the best pipeline or fully sharded layout of the LLM alone
     floor_1f1b_s: float
     rejected: tuple[RejectedLayout, ...]
     considered: int  # layouts of the LLM,
     compared: int  # and those at which all systems were simulated
+    search_s: float  # that comparing took
     calibration: Calibration | None = None  # on the step that the job measured
 
     @property
@@ -53,6 +61,10 @@ class Comparison:
         source = self.context.cost_model.profile.source
         return source if self.calibration is None else self.calibration.describe(source)
 
+    @property
+    def floor_s(self) -> float:
+        return self.llm_only.step_s
+
     def over_floor(self, name: str) -> float:
         return self.systems[name].step_s / self.floor_s
 
@@ -69,6 +81,7 @@ def compare_systems(
 
     Each is taken at the best of the layouts that the job leaves open.
     """
+    begin = time.monotonic()
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
     if profile is not None:
         profile.check_model(job.model)
@@ -80,7 +93,9 @@ def compare_systems(
         assumed = assumed.scaled(calibration.scale)
     searched = [LlmPipelines(context.with_assumptions(assumed)) for context in ranked.contexts]
     best = _BestOverLayouts(checked, searched, progress)
-    floor_s, fastest_llm = best.floor()
+    fastest_llm = best.price_llm_alone()
+    llm_only = best.simulate("llm-only")
+    assert isinstance(llm_only, SimulatedSystem), "the LLM fits at the layouts that are compared"
     outcomes = {name: best.simulate(name) for name in checked}
     return Comparison(
         job=job,
@@ -88,12 +103,12 @@ def compare_systems(
         context=fastest_llm.context,
         systems={name: system for name, system in outcomes.items() if isinstance(system, SimulatedSystem)},
         missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
-        floor=fastest_llm.floor,
-        floor_s=floor_s,
-        floor_1f1b_s=min(simulate_step_s(pipelines.floor_1f1b) for pipelines in best.possible),
+        llm_only=llm_only,
+        floor_1f1b_s=best.floor_1f1b_s(),
         rejected=ranked.rejected,
         considered=ranked.considered,
         compared=len(searched),
+        search_s=time.monotonic() - begin,
         calibration=calibration,
     )
 
@@ -107,12 +122,15 @@ class _BestOverLayouts:
         searched: Sequence[LlmPipelines],
         progress: Callable[[str, int, int], None],
     ) -> None:
-        self._searched, self._names, self._progress = searched, names, progress
+        self._searched, self._progress = searched, progress
+        contained = chain.from_iterable(load_system(name).contains for name in names)
+        self._total = (len({"llm-only", *names, *contained}) + 1) * len(searched)
         self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout
+        self._outcomes: dict[str, SimulatedSystem | str] = {}
         self._done = 0
 
     def _report(self, name: str) -> None:
-        self._progress(name, self._done, (len(self._names) + 1) * len(self._searched))
+        self._progress(name, self._done, self._total)
         self._done += 1
 
     @property
@@ -120,8 +138,8 @@ class _BestOverLayouts:
         """Layouts in which the LLM fits, the fastest for it alone first."""
         return sorted(self._floors_s, key=self._floors_s.__getitem__)
 
-    def floor(self) -> tuple[float, LlmPipelines]:
-        """Returns the LLM's own step at its best layout."""
+    def price_llm_alone(self) -> LlmPipelines:
+        """Simulates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
         refusals = []
         for pipelines in self._searched:
             self._report("llm-only")
@@ -131,29 +149,68 @@ class _BestOverLayouts:
                 refusals.append(no)
         if not self._floors_s:
             raise refusals[0]
-        first = self.possible[0]
-        return self._floors_s[first], first
+        return self.possible[0]
+
+    def floor_1f1b_s(self) -> float:
+        """Simulates the LLM alone with (interleaved) 1F1B at its best layout."""
+        pipelines = [pipelines.floor_1f1b for pipelines in self.possible]
+        return simulate_step_s(select_fastest(pipelines[0].context, "llm-only", pipelines))
 
     def simulate(self, name: str) -> SimulatedSystem | str:
-        """Returns the system at its best layout, or the reason why it cannot run.
+        """Returns the system at its best layout, once, or the reason why it cannot run."""
+        if name not in self._outcomes:
+            self._outcomes[name] = self._simulate_with_contained(load_system(name))
+        return self._outcomes[name]
 
-        Layouts at which the LLM's pipeline alone is slower are skipped by systems that have one.
+    def _simulate_with_contained(self, system: System) -> SimulatedSystem | str:
+        """Simulates a system and those it contains; the plan of one that is faster is its own, too."""
+        job = self._searched[0].context.job
+        outcomes = [self.simulate(name) for name in system.contains if is_allowed(name, job)]
+        contained = [each for each in outcomes if isinstance(each, SimulatedSystem) and each.fits]
+        fastest = min(contained, key=lambda each: each.step_s, default=None)
+        own = self._simulate_over_layouts(system, inf if fastest is None else fastest.step_s)
+        if fastest is None or (isinstance(own, SimulatedSystem) and own.step_s <= fastest.step_s):
+            return own
+        plan = fastest.search_result
+        assert plan is not None, "contained systems make plans"
+        result = replace(plan, assignment=fastest.candidate.batch_assignment())
+        if isinstance(own, SimulatedSystem) and own.search_result is not None:
+            search = own.search_result
+            result = replace(
+                result, considered=search.considered, rejected=search.rejected, tried=search.tried
+            )
+        how = f"as {fastest.name}: {fastest.how}"
+        return replace(fastest, name=system.name, how=how, candidate=result)
+
+    def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
+        """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.
+
+        A layout after the first is skipped also if it is slower than a known step of a contained system.
         """
-        system, best = load_system(name), None
+        best: SimulatedSystem | None = None
         refusals = []
         for pipelines in self.possible if system.searches_layouts else self.possible[:1]:
-            self._report(name)
-            beaten = best is not None and best.fits and best.step_s <= self._floors_s[pipelines]
-            if beaten and system.needs_llm_pipeline:
+            self._report(system.name)
+            limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
+            if self._floors_s[pipelines] > limit_s and system.needs_llm_pipeline:
                 continue
             try:
-                simulated = system.simulate(pipelines)
+                if _least_estimate_s(system, pipelines) > SIMULATE_WITHIN * limit_s:
+                    continue
+                simulated = system.looking_below(min(known_s, limit_s)).simulate(pipelines)
             except DoesNotFit as no:
                 refusals.append(no.problem)
                 continue
             if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
                 best = simulated
         return refusals[0] if best is None else best
+
+
+def _least_estimate_s(system: System, pipelines: LlmPipelines) -> float:
+    """Returns the least step of a system by its estimates; 0 where only a simulation can tell."""
+    if system.simulate_within == inf:
+        return 0.0
+    return min((c.estimate_s for c in pipelines.candidates(system) if c.fits), default=0.0)
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:

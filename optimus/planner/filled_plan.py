@@ -123,6 +123,7 @@ class SearchResult:
     )
     peak_bytes_at_p99: float | None = None  # of the fullest rank in a heavy step, where it is computed
     remarks: tuple[str, ...] = ()  # on the search, printed with its result
+    assignment: BatchAssignment | None = None  # of a batch, where it does not follow from the plan
     rejected: list[RejectedLayout] = field(default_factory=list)
     tried: list[ScheduledLayout] = field(default_factory=list)
 
@@ -170,6 +171,8 @@ class SearchResult:
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns encoder microbatches as parts of an LLM microbatch, of any replica of a dealing group."""
+        if self.assignment is not None:
+            return self.assignment
         context, plan = self.context, self.plan
         replicas = plan.modules[LLM].layout.dp
         dealing = choose_dealing_replicas(context.job.workload, replicas)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from optimus.cost.assumptions import Assumptions, get_preset
@@ -14,6 +14,7 @@ from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest, one_of
 from optimus.ir.binding import find_binding_mismatches, flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, PartialLayout
 from optimus.planner.compare import Comparison, compare_systems
@@ -33,7 +34,7 @@ from optimus.verify.validator import MAX_VIOLATIONS, CheckReport, Violation, che
 
 MAX_GPU_FACTOR = 64  # times the job's GPUs that remedies try
 MAX_REMEDIES = 3  # named in one hint
-MIN_SPEEDUP_WORTH_FILLING = 1.02  # over the best simpler system; below it that system is recommended
+MIN_SPEEDUP_WORTH_FILLING = 1.02  # over a simpler system, which is recommended where the gain is smaller
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +46,6 @@ class PlanningResult:
     bounds: StepBounds
     report: CheckReport
     search_result: SearchResult
-    search_s: float
 
     @property
     def system(self) -> SimulatedSystem:
@@ -117,38 +117,56 @@ def make_plan(
     systems: Iterable[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> PlanningResult:
-    """Plans a job and checks the plan by all rules; DoesNotFit proposes changes under which a job fits.
+    """Plans a job by one system and checks the plan by all rules; others are compared, none is recommended.
 
     `systems` are those to compare with: all that apply, by default.
     """
-    _check(job, strategy)
-    begin = time.monotonic()
+    comparison = compare_for_plan(
+        job, [strategy], assumptions=assumptions, profile=profile, systems=systems, progress=progress
+    )
+    return build_plan(comparison, strategy)
+
+
+def compare_for_plan(
+    job: Job,
+    strategies: Sequence[str],
+    *,
+    assumptions: Assumptions | str = "default",
+    profile: Profile | None = None,
+    systems: Iterable[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Comparison:
+    """Simulates the strategies, of which one is to be planned, and the systems to compare them with.
+
+    DoesNotFit proposes changes under which a job fits.
+    """
+    for strategy in strategies:
+        _check(job, strategy)
     others = default_baselines(job) if systems is None else systems
-    names = dict.fromkeys(["llm-only", *applicable_systems(others, job), strategy])
+    names = dict.fromkeys(["llm-only", *applicable_systems(others, job), *strategies])
     try:
         comparison = compare_systems(
             job, names=names, assumptions=assumptions, profile=profile, progress=progress
         )
     except DoesNotFit as no:
         raise _with_remedies(no, job, assumptions) from no
-    if strategy not in comparison.systems:
-        raise _with_remedies(DoesNotFit(comparison.missing[strategy], ""), job, assumptions)
-    system = comparison.systems[strategy]
-    result = system.search_result
+    if not any(name in comparison.systems for name in strategies):
+        raise _with_remedies(DoesNotFit(comparison.missing[strategies[0]], ""), job, assumptions)
+    return comparison
+
+
+def build_plan(
+    comparison: Comparison, strategy: str, notes: Mapping[str, Any] = MappingProxyType({})
+) -> PlanningResult:
+    """Binds the plan of a compared system to the job, adds notes for its readers, and checks it."""
+    result = comparison.systems[strategy].search_result
     assert result is not None, "candidates of a system that makes a plan are search results"
     comparison = replace(comparison, context=result.context)
-    bounds = compute_step_bounds(comparison.context, comparison.floor, comparison.floor_s)
-    progress("check", len(names), len(names) + 1)
-    plan = replace(result.plan, strategy=strategy)
-    plan = _with_notes(_bind(plan, job, comparison), comparison, bounds, result)
-    report = check_plan(plan)
+    bounds = compute_step_bounds(comparison.context, result.llm, comparison.floor_s)
+    plan = _bind(replace(result.plan, strategy=strategy), comparison)
+    plan = replace(plan, notes=_rounded({**_list_notes(plan, comparison, bounds, result), **notes}))
     return PlanningResult(
-        plan=plan,
-        comparison=comparison,
-        bounds=bounds,
-        report=report,
-        search_result=result,
-        search_s=time.monotonic() - begin,
+        plan=plan, comparison=comparison, bounds=bounds, report=check_plan(plan), search_result=result
     )
 
 
@@ -165,7 +183,15 @@ def _check(job: Job, strategy: str) -> None:
         raise DoesNotFit(
             f"{job.model.name} has no encoder to place", "optimus simulate says where an LLM's time goes"
         )
-    allowed_as = load_system(strategy).allowed_as
+    system = load_system(strategy)
+    if not system.keeps_layout(job):
+        raise UserError(
+            field="layout.llm",
+            value=" ".join(f"{axis}{size}" for axis, size in job.layout.of(LLM).stated().items()),
+            problem=f"is stated, and {strategy} cannot have it",
+            hint="leave it out of the job, or plan another system with --strategy",
+        )
+    allowed_as = system.allowed_as
     if allowed_as not in (None, *job.layout.limits.allow):
         raise UserError(
             field="layout.limits.allow",
@@ -198,13 +224,16 @@ def add_binding_violations(report: CheckReport, plan: Plan, parts: Mapping[str, 
     )
 
 
-def _bind(plan: Plan, job: Job, comparison: Comparison) -> Plan:
-    fields, hashes = flatten_and_hash_parts(list_bound_parts(job, comparison.context.cost_model.profile))
+def _bind(plan: Plan, comparison: Comparison) -> Plan:
+    parts = list_bound_parts(comparison.job, comparison.context.cost_model.profile)
+    fields, hashes = flatten_and_hash_parts(parts)
     return replace(plan, bound_to=fields, hashes=hashes)
 
 
-def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, result: SearchResult) -> Plan:
-    """Adds figures for readers of the plan file; none depends on the time that planning took."""
+def _list_notes(
+    plan: Plan, comparison: Comparison, bounds: StepBounds, result: SearchResult
+) -> dict[str, Any]:
+    """Returns figures for readers of the plan file; none depends on the time that planning took."""
     notes = {
         "preset": comparison.assumptions.describe(),
         "floor_s": comparison.floor_s,
@@ -221,7 +250,7 @@ def _with_notes(plan: Plan, comparison: Comparison, bounds: StepBounds, result: 
     unfit = [name for name, system in comparison.systems.items() if not system.fits]
     if unfit:
         notes["systems_unfit"] = unfit
-    return replace(plan, notes=_rounded(notes))
+    return notes
 
 
 def _rounded(value: Any) -> Any:

@@ -46,8 +46,8 @@ class StepBounds:
         return 1.0 - (step_s - self.floor_s) / self.encoder_s if self.encoder_s else 1.0
 
 
-def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floor_s: float) -> StepBounds:
-    """Computes the bounds of every system at this layout of the LLM."""
+def compute_step_bounds(context: PlanningContext, llm: PipelineCandidate, floor_s: float) -> StepBounds:
+    """Computes the bounds of every step with this LLM, of which layout and recomputation are stated."""
     encoders = context.job.model.encoders
     choices = [
         [
@@ -58,8 +58,8 @@ def compute_step_bounds(context: PlanningContext, floor: PipelineCandidate, floo
     ]
     return StepBounds(
         floor_s=floor_s,
-        work_s=_llm_work_s(floor) + sum(min(map(_work_s, each)) for each in choices),
-        critical_path_s=_llm_path_s(floor) + sum(min(map(_path_s, each)) for each in choices),
+        work_s=_llm_work_s(llm) + sum(min(map(_work_s, each)) for each in choices),
+        critical_path_s=_llm_path_s(llm) + sum(min(map(_path_s, each)) for each in choices),
         encoder_s=sum(min(map(_alone_s, each)) for each in choices),
     )
 
@@ -89,9 +89,9 @@ def _work_s(replicated: EncoderReplica) -> float:
     return _compute_s(layers) * microbatches / replicated.layout.dp
 
 
-def _llm_work_s(floor: PipelineCandidate) -> float:
+def _llm_work_s(llm: PipelineCandidate) -> float:
     """Returns the seconds of the LLM's kernels on the mean stage, without communication."""
-    return _compute_s(floor.layers) * floor.microbatches / floor.layout.pp
+    return _compute_s(llm.layers) * llm.microbatches / llm.layout.pp
 
 
 def _compute_s(layers: Sequence[PricedLayer]) -> float:
@@ -105,9 +105,9 @@ def _compute_s(layers: Sequence[PricedLayer]) -> float:
     return sum(kernel.duration_s for kernel in kernels if kernel.lane == Lane.COMPUTE)
 
 
-def _llm_path_s(floor: PipelineCandidate) -> float:
+def _llm_path_s(llm: PipelineCandidate) -> float:
     """Returns the time of one microbatch through all stages and back; weight gradients may wait."""
-    chunks = [floor.context.chunks.price([layer]).seconds for layer in floor.layers]
+    chunks = [llm.context.chunks.price([layer]).seconds for layer in llm.layers]
     return sum(
         seconds[OpKind.FORWARD] + min(seconds[OpKind.INPUT_GRAD], seconds[OpKind.BACKWARD])
         for seconds in chunks

@@ -136,17 +136,23 @@ def _head(summary: PlanSummary, breakdown: StepBreakdown) -> str:
     )
     chosen = render_table(["chosen", "layout", "", "", "", ""], summary.chosen, left=6, name="chosen")
     headline = escape_markup(_headline(summary, breakdown))
+    advice = render_note(f"Recommended: {summary.recommendation}.") if summary.recommendation else ""
     return (
-        f"<header><p class='job'>{escape_markup(summary.job)}</p><h1>{headline}</h1>\n"
+        f"<header><p class='job'>{escape_markup(summary.job)}</p><h1>{headline}</h1>\n{advice}"
         f"<dl>{figures}</dl>\n{chosen}</header>"
     )
 
 
 def _headline(summary: PlanSummary, breakdown: StepBreakdown) -> str:
-    """Says `2.444 s a step on 3072 GPUs, 1.155 times the floor; balanced-best takes 2.382 s`."""
+    """Says `2.444 s a step on 3072 GPUs, 1.155 times the floor; balanced-best takes 2.382 s`.
+
+    Of a plan with a recommendation, which compares the systems, only the first part, with its system.
+    """
     words = f"{format_seconds(summary.step_s)} s a step on {summary.gpus} GPUs"
     if summary.floor_s:
         words += f", {summary.step_s / summary.floor_s:.3f} times the floor"
+    if summary.recommendation:
+        return f"{summary.strategy}: {words}"
     alternatives = [
         bar
         for bar in breakdown.bars

@@ -35,6 +35,7 @@ class PlanSummary:
     job: str
     gpus: int
     strategy: str
+    recommendation: str  # the sentence of the planner; empty where the plan file has none
     chosen: tuple[tuple[str, ...], ...]  # module, layout, and more, a row per module
     step_s: float
     estimate_s: float
@@ -179,6 +180,7 @@ def _summary(plan: Plan) -> PlanSummary:
         job=plan.name,
         gpus=plan.ranks.world,
         strategy=plan.strategy,
+        recommendation=str(notes.get("recommendation", "")),
         chosen=_chosen(plan),
         step_s=plan.claims.step_s,
         estimate_s=plan.claims.estimate_s,

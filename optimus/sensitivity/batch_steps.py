@@ -28,8 +28,11 @@ from optimus.sensitivity.drawn_batches import (
     sum_encoder_loads,
 )
 
-MAX_SIMULATED_OPS = 100_000_000  # over all systems; the first is always simulated
-GUESSES = 3  # of the slowest replica, each by another criterion; a very large schedule gets one
+MAX_SIMULATED_OPS = 25_000_000  # over all systems and batches,
+MIN_BATCHES = 8  # but at least so many batches
+GUESSES = 3  # of the slowest replica, each by another criterion,
+MAX_GUESSED_OPS = 200_000  # beyond which one is enough
+MAX_PROBED_OPS = 4_000_000  # to find the slack of every microbatch; of larger schedules it is not asked
 PROBE_LOAD = 2.0  # load of one microbatch, relative to the mean, that probes how much slack it has
 BEST, TODAY = "best", "today"
 CHOOSE_OVER_BATCHES = 4
@@ -75,11 +78,19 @@ class BatchSimulator:
         deals = bool((system.schedule.communicator == Communicator.DEAL).any())
         self._group = assignment.dealing_replicas if deals else 1  # replicas that wait for each other
         self._group_schedule = repeat_for_replicas(system.schedule, self._group) if deals else system.schedule
+        if guesses is not None and len(self._group_schedule) > MAX_GUESSED_OPS:
+            self._guesses = 1
         self._exchanged = _first_llm_rows(system.schedule, assignment.microbatches)
         self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
             name: float(system.schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
         }
+
+    @property
+    def ops_per_batch(self) -> int:
+        """The most ops that are simulated for a batch; replicas of a group are simulated together."""
+        groups = max(1, self.assignment.replicas // self._group)
+        return len(self._group_schedule) * (groups if self._guesses is None else min(groups, self._guesses))
 
     def _find_rows(self, encoder: str) -> tuple[Ints, Ints]:
         """Returns an encoder's compute ops, and its traffic that grows with tokens (not of parameters)."""
@@ -147,7 +158,8 @@ class BatchSimulator:
         orders = [list(range(count)), list(reversed(range(count)))]
         if dealing == "items" or (dealing == "reordered" and self.assignment.locked):
             return []  # the order of microbatches follows from loads, or they are even
-        if dealing in ("matched", "reordered"):  # most slack: where one heavy microbatch costs least
+        probed = count * len(self._schedule) <= MAX_PROBED_OPS
+        if dealing in ("matched", "reordered") and probed:  # most slack: a heavy microbatch costs least
             alone = np.where(np.eye(count, dtype=bool), PROBE_LOAD, 1.0)
             costs = [self._step_of(loads) for loads in alone]
             orders.insert(0, sorted(range(count), key=lambda microbatch: costs[microbatch]))
@@ -189,7 +201,7 @@ def simulate_batches(
     all_replicas: bool = False,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, BatchStepTimes]:
-    """Simulates each named system over the same batches; beyond MAX_SIMULATED_OPS later ones are left out.
+    """Simulates each named system over the same batches: `count`, or as many as MAX_SIMULATED_OPS allow.
 
     With the dealing `best`, each system gets the faster of those that it can use; `today` stays as drawn.
     Where encoders cannot take items of other replicas, whole sequences are reordered instead.
@@ -197,24 +209,24 @@ def simulate_batches(
     if dealing not in (*DEALINGS, BEST):
         hint = nearest(dealing, [*DEALINGS, BEST])
         raise UserError(field="dealing", value=dealing, problem="is not a dealing", hint=hint)
-    batches, assumed = draw_batches(comparison.job, count=count, seed=seed), comparison.assumptions
-    different = 1 if batches.are_even else count
-    by_system: dict[str, BatchStepTimes] = {}
-    systems, simulated_ops = list(dict.fromkeys(names)), 0
-    for place, name in enumerate(systems):
-        system = comparison.systems[name]
-        ops = different * len(system.schedule)
-        if by_system and simulated_ops + ops > MAX_SIMULATED_OPS:
-            continue
-        guesses = GUESSES if simulated_ops + GUESSES * ops <= MAX_SIMULATED_OPS else 1
-        simulator = BatchSimulator(
+    systems = {name: comparison.systems[name] for name in dict.fromkeys(names)}
+    assumed = comparison.assumptions
+    simulators = {
+        name: BatchSimulator(
             system,
             system.candidate.batch_assignment(),
             slowdown=assumed.residence_slowdown,
             launch_s=assumed.launch_s,
-            guesses=None if all_replicas else guesses,
+            guesses=None if all_replicas else GUESSES,
         )
-        chosen = _choose_dealing(system, simulator, batches) if dealing == BEST else dealing
+        for name, system in systems.items()
+    }
+    ops = sum(simulator.ops_per_batch for simulator in simulators.values())
+    count = min(count, max(MIN_BATCHES, MAX_SIMULATED_OPS // max(ops, 1)))
+    batches = draw_batches(comparison.job, count=count, seed=seed)
+    by_system: dict[str, BatchStepTimes] = {}
+    for place, (name, simulator) in enumerate(simulators.items()):
+        chosen = _choose_dealing(systems[name], simulator, batches) if dealing == BEST else dealing
         if chosen == "items" and simulator.assignment.dealing_replicas == 1:
             chosen = "reordered"
         order, steps = simulator.order(chosen), []
@@ -224,7 +236,6 @@ def simulate_batches(
         by_system[name] = BatchStepTimes(
             system=name, dealing=chosen, steps_s=np.array(steps), simulations=simulator.simulations
         )
-        simulated_ops += simulator.simulations * len(system.schedule)
     return by_system
 
 

@@ -52,8 +52,8 @@ def _sum_loads(
         return np.stack([items.totals[:, column].sum(axis=1) for column in columns], axis=1)[:, None, :]
     if assignment.locked:  # ranks meet in every microbatch: what one has more there is never made up for
         alone = [_sum_bins(items, [column], [range(encoders)]) for column in columns]
-        return np.concatenate([_fullest(column) for column in alone], axis=2)
-    assert bins.sharing == "pieces", bins.sharing
+        fullest: Floats = np.concatenate([_fullest(column) for column in alone], axis=2)
+        return fullest.repeat(bins.bins, axis=2)
     loads = _sum_bins(items, columns, list_column_pipelines(bins.pipelines, len(columns), replicas))
     by_replica = loads.reshape(2, len(columns), replicas, bins.bins).swapaxes(1, 2)
     return by_replica.reshape(2, replicas, len(columns) * bins.bins)

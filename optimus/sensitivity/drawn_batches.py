@@ -172,7 +172,7 @@ def sum_encoder_loads(
     return by_encoder
 
 
-def _dealt(items: EncoderItemCosts, sequences: Ints, bins: int, *, longest_first: bool) -> Floats:
+def _dealt(items: EncoderItemCosts, sequences: Ints, bins: int) -> Floats:
     """Returns FLOPs and tokens of each bin, with every item dealt to the least loaded bin."""
     if bins == 1:
         whole: Floats = items.totals[:, sequences].sum(axis=1, keepdims=True)
@@ -180,28 +180,13 @@ def _dealt(items: EncoderItemCosts, sequences: Ints, bins: int, *, longest_first
     chosen = sequences.tolist()
     lengths = [n for sequence in chosen for n in items.lengths[sequence]]
     flops = [cost for sequence in chosen for cost in items.flops[sequence]]
-    if longest_first:
-        order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-        lengths, flops = [lengths[place] for place in order], [flops[place] for place in order]
     places, filled = assign_to_emptiest_bins(lengths, bins)
     return np.array([np.bincount(np.array(places, int), flops, bins), filled])
 
 
 def _pieces(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
     """Returns loads of encoder microbatches, items dealt in the order of the batch, as the engine does."""
-    rows = [
-        np.concatenate([_dealt(items, m, bins.bins, longest_first=False) for m in replica], axis=1)
-        for replica in dealt
-    ]
-    return np.stack(rows, axis=1)
-
-
-def _busiest(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
-    """Returns loads of the fullest rank of a stage, items dealt longest first."""
-    rows = [
-        np.stack([_dealt(items, m, bins.bins, longest_first=True).max(axis=1) for m in replica], axis=1)
-        for replica in dealt
-    ]
+    rows = [np.concatenate([_dealt(items, m, bins.bins) for m in replica], axis=1) for replica in dealt]
     return np.stack(rows, axis=1)
 
 
@@ -213,6 +198,5 @@ def _all(items: EncoderItemCosts, dealt: Slots, bins: EncoderBins) -> Floats:
 
 _SHARING: Mapping[str, Callable[[EncoderItemCosts, Slots, EncoderBins], Floats]] = {
     "pieces": _pieces,
-    "busiest": _busiest,
     "all": _all,
 }

@@ -76,7 +76,7 @@ def simulate_under_noise(
     """
     ours, other = comparison.systems[plan.strategy], _other(plan, comparison, against)
     policies = _Policies(plan, ours.schedule)
-    floor = _simulator(plan, comparison.floor)
+    floor = _simulator(plan, comparison.llm_only.candidate)
     others = None if other is None else _simulator(plan, comparison.systems[other].candidate)
     return NoiseStudy(
         against=other,

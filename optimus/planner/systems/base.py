@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -16,7 +16,7 @@ from optimus.ir.op import Communicator, Floats, Schedule
 from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import SearchResult
-from optimus.protocols import SystemCandidate
+from optimus.protocols import System, SystemCandidate
 from optimus.schedule.bubbles import BubbleSeconds, average_bubbles, sum_bubbles_by_cause
 from optimus.schedule.simulator import Timeline, simulate_schedule
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
 
 SIMULATE_AT_MOST = 4  # candidates of a system that are simulated kernel by kernel,
-SIMULATE_WITHIN = 1.02  # if their estimates are at most this times the best
+SIMULATE_WITHIN = 1.005  # if their estimates are at most this times the shortest step so far
+UNCERTAIN_WITHIN = 1.03  # times the best estimate: where no other is so close, nothing is simulated to choose
 OVERLAPPED_TP_SHARE = 0.7  # of TP traffic, which a framework with fused or pipelined collectives may hide
 
 
@@ -93,10 +94,20 @@ class BaseSystem(ABC):
     needs_llm_pipeline: ClassVar[bool] = True
     searches_layouts: ClassVar[bool] = True
     runs_encoders: ClassVar[bool] = True
+    contains: ClassVar[Sequence[str]] = ()
+    simulate_within: ClassVar[float] = SIMULATE_WITHIN
 
     def applies_to(self, job: Job) -> bool:
         """Returns whether the job states what the system needs."""
         return True
+
+    def keeps_layout(self, job: Job) -> bool:
+        """Returns whether the system can have the layout of the LLM that the job states."""
+        return True
+
+    def looking_below(self, step_s: float) -> System:
+        """Returns the system itself: all its candidates are listed."""
+        return self
 
     @abstractmethod
     def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
@@ -104,8 +115,9 @@ class BaseSystem(ABC):
 
     def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
         """Simulates the fastest candidate that fits."""
+        candidates = pipelines.candidates(self)
         return self.simulate_candidate(
-            select_fastest(pipelines.context, self.name, self.candidates(pipelines))
+            select_fastest(pipelines.context, self.name, candidates, within=self.simulate_within)
         )
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
@@ -149,17 +161,30 @@ def simulate_step_s(candidate: SystemCandidate) -> float:
     return _simulate_in_context(candidate.context, candidate.schedule()).step_s
 
 
-def select_fastest(context: PlanningContext, name: str, candidates: Iterable[C]) -> C:
-    """Returns the fastest candidate that fits: all are ranked by estimate, the first few simulated."""
+def select_fastest(
+    context: PlanningContext, name: str, candidates: Iterable[C], *, within: float = SIMULATE_WITHIN
+) -> C:
+    """Returns the fastest candidate that fits.
+
+    All are ranked by estimate and simulated in this order, while the next estimate is about as short as the
+    shortest step so far.
+    """
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise DoesNotFit(
             f"{name} fits in {context.capacity_bytes / 1e9:.0f} GB in no way that was tried",
             "use another system, more GPUs, or recompute: full",
         )
-    ranked = sorted(fitting, key=lambda candidate: candidate.estimate_s)
-    close = [c for c in ranked if c.estimate_s <= SIMULATE_WITHIN * ranked[0].estimate_s]
-    return close[0] if len(close) == 1 else min(close[:SIMULATE_AT_MOST], key=simulate_step_s)
+    best, *others = sorted(fitting, key=lambda candidate: candidate.estimate_s)
+    if not others or others[0].estimate_s > UNCERTAIN_WITHIN * best.estimate_s:
+        return best
+    step_s = simulate_step_s(best)
+    for other in others[: SIMULATE_AT_MOST - 1]:
+        if other.estimate_s > within * step_s:
+            break
+        other_s = simulate_step_s(other)
+        best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
+    return best
 
 
 def _overlap_tp(context: PlanningContext, schedule: Schedule) -> Schedule:

@@ -327,12 +327,17 @@ class ColocatedPlanBuilder:
 
     # ------------------------------------------------------------------------ traffic
 
+    def buckets_of(self, stage: int) -> list[Bucket]:
+        """Returns the buckets of all modules of one stage, encoders first."""
+        encoders = (self._encoder_buckets(choice, stage) for choice in self.encoders)
+        return [*chain.from_iterable(encoders), *self._llm_buckets(stage)]
+
     def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
-        plan = self.llm.plan
-        chunks = [chunk.layers for chunk in plan.chunks[stage :: plan.stages]]
+        llm = self.llm
+        chunks = [llm.layers[a:b] for a, b in list(pairwise(llm.cut))[stage :: llm.layout.pp]]
         if self.sharding != Sharding.OPTIMIZER:
             return self._layer_buckets(chunks, ends_at_loss=True)
-        return self._pipeline_buckets(plan.traffic_of(stage), [len(layers) for layers in chunks])
+        return self._pipeline_buckets(llm.plan.traffic_of(stage), [len(layers) for layers in chunks])
 
     def _layer_buckets(
         self, chunks: Sequence[Sequence[PricedLayer]], *, ends_at_loss: bool = False

@@ -6,21 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, pairwise, product
+from typing import TYPE_CHECKING
 
 from optimus.cost.memory import RankMemory
 from optimus.cost.network import Collective
+from optimus.errors import DoesNotFit
 from optimus.ir.op import OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Span
 from optimus.ir.ranks import LLM
+from optimus.job.job import Job
 from optimus.job.layout import Layout, divisors
-from optimus.job.model import BF16_BYTES
-from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
+from optimus.job.model import BF16_BYTES, Encoder, Llm
+from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocated_plan import Sharding
-from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
+
+if TYPE_CHECKING:
+    from optimus.planner.systems.llm_only import LlmPipelines
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +60,7 @@ class FsdpCandidate(PipelineCandidate):
     def memories(self) -> tuple[RankMemory, ...]:
         """A bound: fixed bytes, two layers' parameters and gradients, activations of one microbatch."""
         fixed, layers = self.builder.fixed_bytes_of(0), self.layers
-        modules = self.builder.header(strategy="").modules.values()
-        buckets = [bucket for module in modules for bucket in module.buckets[0]]
+        buckets = self.builder.buckets_of(0)
         gathered = _most_at_a_time(buckets, [b.gather_bytes * (b.gathered_per > Span.STEP) for b in buckets])
         reduced = _most_at_a_time(buckets, [bucket.reduce_bytes for bucket in buckets])
         llm = [layer.module == LLM for layer in layers]
@@ -77,10 +81,8 @@ class FsdpCandidate(PipelineCandidate):
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one rank's share for every replica; layers are gathered from all of them."""
-        return BatchAssignment(
-            replicas=self.layout.dp,
-            microbatches=self.microbatches,
-            encoders=encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout),
+        return replace(
+            super().batch_assignment(),
             locked=True,
             dealing_replicas=self.layout.dp,
             exchange_s=self._exchange_s,
@@ -127,20 +129,43 @@ class FsdpSystem(BaseSystem):
     allowed_as = "fsdp"
     makes_plan = True
     needs_llm_pipeline = False
+    searches_layouts = False
+    simulate_within = 1.05  # estimates leave out what is exposed of the traffic
     tp: int | None = None  # every width if None
+
+    def keeps_layout(self, job: Job) -> bool:
+        """Returns whether the job states no pipeline and no context parallelism."""
+        stated = job.layout.of(LLM).stated()
+        return all(stated.get(axis, 1) == 1 for axis in ("pp", "cp", "chunks"))
 
     def candidates(self, pipelines: LlmPipelines) -> Iterator[FsdpCandidate]:
         """Yields every tp and microbatch size with the least recomputation that fits."""
-        return (c for c in _fsdp_candidates(pipelines.context) if self.tp in (None, c.layout.tp))
+        job = pipelines.context.job
+        for encoder in job.model.encoders:
+            if not job.workload.encoder_load(encoder.name, encoder.merge).tokens:
+                raise DoesNotFit(
+                    f"no sequence has items of {encoder.name}, whose layers are gathered when they run",
+                    "leave the encoder out, or use another system",
+                )
+        stated = job.layout.of(LLM).stated() if self.keeps_layout(job) else {}
+        candidates = list_fsdp_candidates(pipelines.context, job.model.modules)
+        return (
+            c
+            for c in candidates
+            if self.tp in (None, c.layout.tp)
+            and all(getattr(c.layout, axis) == size for axis, size in stated.items())
+        )
 
 
-def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
-    """Yields every tp and microbatch size with the least recomputation that fits."""
+def list_fsdp_candidates(
+    context: PlanningContext, modules: tuple[Encoder | Llm, ...]
+) -> Iterator[FsdpCandidate]:
+    """Yields every tp and microbatch size of some modules with the least recomputation that fits."""
     job = context.job
     for tp in (1, 2, 4, 8):
         if job.cluster.gpus % tp or tp > job.cluster.gpus_per_node:
             continue
-        if any(module.stack.attention.heads % tp for module in job.model.modules):
+        if any(module.stack.attention.heads % tp for module in modules):
             continue
         dp = job.cluster.gpus // tp
         if dp == 1:  # nothing to shard over
@@ -151,15 +176,19 @@ def _fsdp_candidates(context: PlanningContext) -> Iterator[FsdpCandidate]:
         if job.workload.sequences_per_step < dp:
             continue
         for sequences, sharding in product(divisors(busiest), (Sharding.PARAMETERS, Sharding.GRADIENTS)):
-            choice = _first_fitting(context, layout, sequences, busiest // sequences, sharding)
+            choice = _first_fitting(context, modules, layout, sequences, busiest // sequences, sharding)
             if choice is not None:
                 yield choice
 
 
 def _first_fitting(
-    context: PlanningContext, layout: Layout, sequences: int, microbatches: int, sharding: Sharding
+    context: PlanningContext,
+    modules: tuple[Encoder | Llm, ...],
+    layout: Layout,
+    sequences: int,
+    microbatches: int,
+    sharding: Sharding,
 ) -> FsdpCandidate | None:
-    modules = context.job.model.modules
     for policy in context.recompute_policies(modules):
         layers = context.layers(modules, sequences, policy, layout)
         choice = FsdpCandidate(

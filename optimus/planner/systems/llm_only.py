@@ -12,8 +12,11 @@ from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, select_fastest
+from optimus.planner.systems.fsdp import list_fsdp_candidates
 from optimus.planner.systems.pipeline import ORDERS, PipelineCandidate
 from optimus.planner.systems.pipeline_search import EVALUATIONS, minimize_largest_stage, search_pipelines
+from optimus.planner.systems.registry import is_allowed
+from optimus.protocols import System, SystemCandidate
 
 PLAIN_ORDERS = ("1f1b", "interleaved")
 HALVE_CHUNKS_FROM = 8  # V from which half of it may leave encoders more time
@@ -24,6 +27,13 @@ class LlmPipelines:
 
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
+        self._candidates: dict[System, list[SystemCandidate]] = {}
+
+    def candidates(self, system: System) -> list[SystemCandidate]:
+        """Returns a system's candidates at this layout, listed once."""
+        if system not in self._candidates:
+            self._candidates[system] = list(system.candidates(self))
+        return self._candidates[system]
 
     @cached_property
     def floor(self) -> PipelineCandidate:
@@ -155,5 +165,7 @@ class LlmOnlySystem(BaseSystem):
     runs_encoders = False
 
     def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
-        """Returns the LLM's best pipeline."""
-        return [pipelines.floor]
+        """Returns the LLM's best pipeline, and its fully sharded layouts if the job leaves room for them."""
+        job = pipelines.context.job
+        sharded = list_fsdp_candidates(pipelines.context, (job.model.llm,))
+        return [pipelines.floor, *(sharded if is_allowed("fsdp", job) else ())]

@@ -7,9 +7,9 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
@@ -18,53 +18,36 @@ from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.planner.systems.three_phase import ThreePhaseCandidate, list_three_phase_candidates
 from optimus.schedule.simulator import ScheduleDeadlock
 
+HOPELESS_ABOVE = 1.1  # times a known step: more than other pipelines and refinement gain
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
 REFINE_WITHIN = 1.01  # if their steps are at most this times the best
 
 
+@dataclass(frozen=True)
 class OptimusSystem(BaseSystem):
     """Encoders colocated with the LLM, their work list-scheduled over all lanes into the LLM's bubbles."""
+
+    below_s: float = inf  # a step that is known: what cannot be shorter is not refined
 
     name = "optimus"
     allowed_as = "fill"
     makes_plan = True
+    contains = "stage0", "balanced", "balanced-best", "three-phase", "fsdp"
+    simulate_within = inf  # of plans that are lowered and replayed
 
     def candidates(self, pipelines: LlmPipelines) -> list[SearchResult]:
-        """Returns the best plan with filled bubbles, and plans without that may be faster."""
+        """Returns the best plan with filled bubbles."""
         context = pipelines.context
         if not context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
-        others = sorted(_find_unfilled(pipelines), key=lambda other: other.estimate_s)
-        try:
-            filled = search_optimus_plan(context, pipelines.for_colocation, pipelines.with_free_memory)
-        except DoesNotFit:
-            if not others:
-                raise
-            return [others[0].search_result()]
-        faster = [other.search_result() for other in others if other.estimate_s < filled.filled.step_s]
-        return [
-            filled,
-            *(
-                replace(o, considered=filled.considered, rejected=filled.rejected, tried=filled.tried)
-                for o in faster
-            ),
-        ]
+        llms, find_smaller = pipelines.for_colocation, pipelines.with_free_memory
+        return [search_optimus_plan(context, llms, find_smaller, below_s=self.below_s)]
 
-
-def _find_unfilled(pipelines: LlmPipelines) -> Iterator[PipelineCandidate | ThreePhaseCandidate]:
-    """Yields the best candidate of each kind of plan that fills no bubbles, of those that the job allows."""
-    context = pipelines.context
-    candidates: list[list[PipelineCandidate] | list[ThreePhaseCandidate]] = []
-    if "balanced" in context.job.layout.limits.allow:
-        candidates.append(pipelines.all_modules)
-    if "three-phase" in context.job.layout.limits.allow:
-        around = (list_three_phase_candidates(context, llm) for llm in pipelines.floors)
-        candidates.append(list(chain.from_iterable(around)))
-    for of_kind in candidates:
-        yield from sorted((c for c in of_kind if c.fits), key=lambda candidate: candidate.estimate_s)[:1]
+    def looking_below(self, step_s: float) -> OptimusSystem:
+        """Returns the system with a search that soon gives up what is not faster than a known step."""
+        return replace(self, below_s=step_s)
 
 
 FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
@@ -75,11 +58,16 @@ def _find_none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable
 
 
 def search_optimus_plan(
-    context: PlanningContext, llms: Sequence[PipelineCandidate], find_smaller: FindSmaller = _find_none
+    context: PlanningContext,
+    llms: Sequence[PipelineCandidate],
+    find_smaller: FindSmaller = _find_none,
+    *,
+    below_s: float = inf,
 ) -> SearchResult:
     """Returns the best plan around any of the LLM pipelines; the replay decides.
 
     Where encoders fit only with added recomputation, `find_smaller` gives pipelines that leave more memory.
+    Where the first schedules are far above `below_s`, neither they nor other pipelines are tried.
     """
     searches: list[ColocationSearch] = []
     pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
@@ -90,15 +78,21 @@ def search_optimus_plan(
         pool.extend((searches[-1], each) for each in scheduled)
         return scheduled
 
+    def best_s() -> float:
+        return min((scheduled.step_s for _, scheduled in pool), default=inf)
+
+    def is_hopeless() -> bool:
+        return inf > best_s() > HOPELESS_ABOVE * below_s
+
     def is_too_slow(llm: PipelineCandidate) -> bool:
-        """Returns whether the LLM alone takes longer than the best candidate."""
-        return bool(pool) and llm.estimate_s > min(scheduled.step_s for _, scheduled in pool)
+        """Returns whether the LLM alone takes longer than the best candidate, or none can be fast enough."""
+        return llm.estimate_s > best_s() or is_hopeless()
 
     for llm in llms:
         if is_too_slow(llm):
             continue
         scheduled = search_around(llm)
-        if not any(map(searches[-1].adds_no_recompute, scheduled)):
+        if not is_hopeless() and not any(map(searches[-1].adds_no_recompute, scheduled)):
             for smaller in find_smaller(llm, searches[-1].added_bytes):
                 if not is_too_slow(smaller):
                     search_around(smaller)
@@ -106,6 +100,8 @@ def search_optimus_plan(
     rejected = [rejection for search in searches for rejection in search.rejected]
     pool.sort(key=lambda pair: pair[1].step_s)
     close = [pair for pair in pool[:REFINE_AT_MOST] if pair[1].step_s <= REFINE_WITHIN * pool[0][1].step_s]
+    if is_hopeless():
+        close = []
     refined = [search.refine(each) for search, each in close]
     ranked = sorted([*refined, *(each for _, each in pool[len(close) :])], key=lambda each: each.step_s)
     best = _first_that_fits(ranked, rejected)

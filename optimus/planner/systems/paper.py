@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from optimus.errors import DoesNotFit, one_of
 from optimus.job.layout import Layout
@@ -42,6 +43,7 @@ class PaperSystem(BaseSystem):
     name = "paper"
     allowed_as = "fill"
     makes_plan = True
+    simulate_within = inf  # of plans that are lowered and replayed
 
     def candidates(self, pipelines: LlmPipelines) -> list[PaperSearchResult]:
         """Returns the best plan at the LLM's best V, and at the V that the job states."""

@@ -209,15 +209,10 @@ class PipelineCandidate(BaseCandidate):
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one data-parallel replica's share for every pipeline, in a piece for each encoder block."""
-        bins = encoder_bins_on_llm_ranks(self.context, self.layers, self.sequences, self.layout)
-        return BatchAssignment(
-            replicas=self.layout.dp,
-            microbatches=self.microbatches,
-            encoders={
-                name: replace(each, sharing="pieces", pipelines=tuple(range(each.bins)) * self.microbatches)
-                for name, each in bins.items()
-            },
+        bins = encoder_bins_on_llm_ranks(
+            self.context, self.layers, self.sequences, self.microbatches, self.layout
         )
+        return BatchAssignment(replicas=self.layout.dp, microbatches=self.microbatches, encoders=bins)
 
     def describe(self) -> str:
         """Returns layout, op order, microbatch size and recomputation."""

@@ -9,6 +9,7 @@ from itertools import chain, product
 import numpy as np
 
 from optimus.cost.priced_layer import PricedLayer
+from optimus.errors import DoesNotFit
 from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, RecomputePolicy
@@ -139,6 +140,11 @@ def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Ll
         pipelines.append(_pipeline(context, modules, policy, spec))
         if pipelines[-1].fits:
             return pipelines[-1]
+    if not pipelines:
+        raise DoesNotFit(
+            f"the batch does not divide into microbatches at {context.layout}",
+            "use another sequences_per_step or microbatch_sequences",
+        )
     return min(pipelines, key=lambda pipeline: pipeline.peak_bytes)
 
 

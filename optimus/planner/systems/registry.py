@@ -11,15 +11,16 @@ if TYPE_CHECKING:
     from optimus.job.job import Job
     from optimus.protocols import System
 
-# The order in which systems are printed. Strings, so that the command line can list names without numpy.
+# From the simplest to run to the most involved: of systems that take about as long, the first is recommended.
+# Strings, so that the command line can list names without numpy.
 SYSTEMS = {
     "llm-only": "llm_only.LlmOnlySystem",
+    "fsdp": "fsdp.FsdpSystem",
     "stage0": "single_pipeline.Stage0System",
     "balanced": "single_pipeline.BalancedSystem",
     "balanced-best": "single_pipeline.BalancedBestSystem",
     "three-phase": "three_phase.ThreePhaseSystem",
     "separate-gpus": "separate_gpus.SeparateGpusSystem",
-    "fsdp": "fsdp.FsdpSystem",
     "paper": "paper.PaperSystem",
     "optimus": "optimus.OptimusSystem",
     "today": "today.TodaySystem",
@@ -46,6 +47,15 @@ def applicable_systems(names: Iterable[str], job: Job) -> list[str]:
 
 def default_baselines(job: Job) -> list[str]:
     """Returns the systems that apply, that the job allows, and that fill no bubbles."""
-    systems = [load_system(name) for name in applicable_systems(SYSTEMS, job)]
-    allowed = {None, *job.layout.limits.allow} - {"fill"}
-    return [system.name for system in systems if system.allowed_as in allowed]
+    return [n for n in applicable_systems(SYSTEMS, job) if is_allowed(n, job) and not fills_bubbles(n)]
+
+
+def is_allowed(name: str, job: Job) -> bool:
+    """Returns whether the job's limits and its stated layout of the LLM leave room for a system."""
+    system = load_system(name)
+    return system.allowed_as in (None, *job.layout.limits.allow) and system.keeps_layout(job)
+
+
+def fills_bubbles(name: str) -> bool:
+    """Returns whether a system schedules encoder work into the LLM's idle time."""
+    return load_system(name).allowed_as == "fill"

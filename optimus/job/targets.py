@@ -1,0 +1,50 @@
+"""Restricts a job to the systems and layouts that a trainer can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from optimus.errors import UserError, nearest
+from optimus.job.job import Job
+from optimus.job.layout import AllowedSystem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a trainer can run besides the LLM's pipeline with encoders in its first stage."""
+
+    name: str
+    allow: tuple[AllowedSystem, ...]
+    without: tuple[str, ...] = ()  # axes of a layout along which it does not parallelize
+
+
+TARGETS = {
+    "engine": Target(
+        name="the engine of Optimus", allow=("fill", "balanced", "three-phase", "fsdp"), without=("cp", "ep")
+    ),
+    "megatron": Target(name="Megatron-LM", allow=("fsdp",)),
+    "torchtitan": Target(name="torchtitan", allow=("fsdp",)),
+}
+
+
+def restrict_to_target(job: Job, target: str) -> Job:
+    """Returns the job with the limits of a trainer; refuses a stated layout that it cannot run."""
+    if target not in TARGETS:
+        raise UserError(
+            field="--for", value=target, problem="is not a trainer", hint=nearest(target, TARGETS)
+        )
+    trainer, stated = TARGETS[target], job.layout.of("llm")
+    for axis in trainer.without:
+        size = getattr(stated, axis)
+        if size not in (None, 1):
+            raise UserError(
+                field=f"layout.llm.{axis}",
+                value=size,
+                problem=f"is stated, and {trainer.name} does not run it",
+                hint=f"leave it out, or plan without --for {target}",
+            )
+    single = replace(stated, **dict.fromkeys(trainer.without, 1))
+    allowed = tuple(word for word in job.layout.limits.allow if word in trainer.allow)
+    limits = replace(job.layout.limits, allow=allowed)
+    modules = {**job.layout.modules, "llm": single} if trainer.without else job.layout.modules
+    return replace(job, layout=replace(job.layout, modules=modules, limits=limits))
