@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from hypothesis import settings
 from service_user import as_nobody as as_nobody
 from service_user import installed as installed
 
@@ -23,6 +24,9 @@ MINUTES = {
 }
 SLOWEST = 4  # tests named of an area that is over its minutes
 SLOW_MACHINE = 3.0  # the same tests take up to three times as long on a busy, slower machine: only more fails
+
+settings.register_profile("any-machine", deadline=None)  # a slow example is no counterexample
+settings.load_profile("any-machine")
 
 
 @pytest.fixture(autouse=True)
