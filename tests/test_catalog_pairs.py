@@ -20,7 +20,11 @@ from optimus.schedule.bubbles import CAUSES
 
 pytestmark = pytest.mark.ci
 QUICK = ("siglip-so400m-8b", "internvl3-78b")  # two of six run through every system in CI
-PAIRS = [(model, alias) for model in list_catalog_names("models") for alias in sorted(list_cluster_aliases())]
+PAIRS = [  # every model on one cluster in CI, those two on every one
+    pytest.param(model, alias, marks=() if alias == "h100" or model in QUICK else pytest.mark.heavy)
+    for model in list_catalog_names("models")
+    for alias in sorted(list_cluster_aliases())
+]
 
 
 def short_step(model: str, cluster: str, *, chunks: int | None = None) -> Job:

@@ -27,6 +27,7 @@ from optimus.engine.config import TrainingConfig
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
 from optimus.job.data_source import DataSource
+from optimus.planner.planning import make_plan
 
 TINY = "cpu/tiny-vl"
 CATALOG = ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml"
@@ -43,7 +44,7 @@ class PlanningResult:
 def planned(tmp_path_factory: pytest.TempPathFactory) -> PlanningResult:
     """A plan for the job, and a job that it is not for."""
     folder = tmp_path_factory.mktemp("planned")
-    optimus.save_plan(optimus.plan(optimus.find_job(TINY), systems=()).plan, folder / "tiny.plan.json")
+    optimus.save_plan(make_plan(optimus.find_job(TINY), systems=()).plan, folder / "tiny.plan.json")
     text = CATALOG.read_text()
     assert text.count("vocab: 512") == 1
     (folder / "other.yaml").write_text(text.replace("vocab: 512", "vocab: 640"))
