@@ -23,6 +23,7 @@ from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
 from optimus.job.targets import restrict_to_target
+from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, is_allowed, load_system
 from optimus.sensitivity.batch_steps import BatchStepTimes
 from optimus.sensitivity.recommend import (
@@ -53,7 +54,7 @@ def planned(job: Job) -> RecommendedPlan:
 
 
 def with_means(recommendation: Recommendation, means: dict[str, float]) -> Recommendation:
-    """The same evidence with other mean steps; fastest first, as `recommend` has it."""
+    """Replaces the mean steps of a recommendation; the fastest is first, as `recommend` has it."""
     drawn = {
         name: BatchStepTimes(system=name, dealing="drawn", steps_s=np.full(2, mean), simulations=2)
         for name, mean in sorted(means.items(), key=lambda item: item[1])
@@ -156,6 +157,7 @@ def test_a_stated_layout_is_kept(job: Job) -> None:
     narrow = replace(job, layout=replace(job.layout, modules={"llm": PartialLayout(pp=1, tp=2)}))
     sharded = compare_to_recommend(narrow, strategy="fsdp", systems=[]).systems["fsdp"].search_result
     assert sharded is not None and sharded.plan.modules["llm"].layout.tp == 2
+    assert {c.layout.tp for c in LlmOnlySystem().candidates(LlmPipelines(sharded.context))} == {2}
 
 
 def test_the_library_plans_the_recommended_system() -> None:
@@ -188,7 +190,7 @@ HEAVY_PART = 50
 
 
 def random_failures(seeds: Iterable[int]) -> Iterator[str]:
-    """What does not hold of recommendations, with the seed of the job; every second states no layout."""
+    """Yields promises that random jobs break, with their seeds; every second job states no layout."""
     for seed in seeds:
         job = random_job(Random(seed))
         if seed % 2:

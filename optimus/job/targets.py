@@ -11,7 +11,7 @@ from optimus.job.layout import AllowedSystem
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a trainer can run besides the LLM's pipeline with encoders in its first stage."""
+    """Lists what a trainer can run besides the LLM's pipeline with encoders in its first stage."""
 
     name: str
     allow: tuple[AllowedSystem, ...]

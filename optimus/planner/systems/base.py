@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SIMULATE_AT_MOST = 4  # candidates of a system that are simulated kernel by kernel,
 SIMULATE_WITHIN = 1.005  # if their estimates are at most this times the shortest step so far
-UNCERTAIN_WITHIN = 1.03  # times the best estimate: where no other is so close, nothing is simulated to choose
 OVERLAPPED_TP_SHARE = 0.7  # of TP traffic, which a framework with fused or pipelined collectives may hide
 
 
@@ -176,7 +175,7 @@ def select_fastest(
             "use another system, more GPUs, or recompute: full",
         )
     best, *others = sorted(fitting, key=lambda candidate: candidate.estimate_s)
-    if not others or others[0].estimate_s > UNCERTAIN_WITHIN * best.estimate_s:
+    if not others:
         return best
     step_s = simulate_step_s(best)
     for other in others[: SIMULATE_AT_MOST - 1]:

@@ -135,8 +135,7 @@ class FsdpSystem(BaseSystem):
 
     def keeps_layout(self, job: Job) -> bool:
         """Returns whether the job states no pipeline and no context parallelism."""
-        stated = job.layout.of(LLM).stated()
-        return all(stated.get(axis, 1) == 1 for axis in ("pp", "cp", "chunks"))
+        return _can_keep_layout(job)
 
     def candidates(self, pipelines: LlmPipelines) -> Iterator[FsdpCandidate]:
         """Yields every tp and microbatch size with the least recomputation that fits."""
@@ -147,21 +146,24 @@ class FsdpSystem(BaseSystem):
                     f"no sequence has items of {encoder.name}, whose layers are gathered when they run",
                     "leave the encoder out, or use another system",
                 )
-        stated = job.layout.of(LLM).stated() if self.keeps_layout(job) else {}
         candidates = list_fsdp_candidates(pipelines.context, job.model.modules)
-        return (
-            c
-            for c in candidates
-            if self.tp in (None, c.layout.tp)
-            and all(getattr(c.layout, axis) == size for axis, size in stated.items())
-        )
+        return (c for c in candidates if self.tp in (None, c.layout.tp))
+
+
+def _can_keep_layout(job: Job) -> bool:
+    stated = job.layout.of(LLM).stated()
+    return all(stated.get(axis, 1) == 1 for axis in ("pp", "cp", "chunks"))
 
 
 def list_fsdp_candidates(
     context: PlanningContext, modules: tuple[Encoder | Llm, ...]
 ) -> Iterator[FsdpCandidate]:
-    """Yields every tp and microbatch size of some modules with the least recomputation that fits."""
+    """Yields every tp and microbatch size of some modules with the least recomputation that fits.
+
+    What the job states of the LLM's layout is kept, unless fsdp cannot have it.
+    """
     job = context.job
+    stated = job.layout.of(LLM).stated() if _can_keep_layout(job) else {}
     for tp in (1, 2, 4, 8):
         if job.cluster.gpus % tp or tp > job.cluster.gpus_per_node:
             continue
@@ -172,6 +174,8 @@ def list_fsdp_candidates(
             continue
         ep = context.layout.ep if (dp * tp) % context.layout.ep == 0 else 1
         layout = Layout(dp=dp, tp=tp, ep=ep)
+        if any(getattr(layout, axis) != size for axis, size in stated.items()):
+            continue
         busiest = -(-job.workload.sequences_per_step // dp)  # sequences of the busiest rank
         if job.workload.sequences_per_step < dp:
             continue
