@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -13,26 +15,23 @@ from optimus.ir.ranks import LLM
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
 from optimus.planner.systems.base import SimulatedSystem
+from optimus.schedule.longest_path import LongestPath
 from optimus.schedule.schedule_builder import repeat_for_replicas
-from optimus.schedule.simulator import simulate_schedule
 from optimus.sensitivity.dealt_items import sum_dealt_item_loads
 from optimus.sensitivity.drawn_batches import (
     BATCHES,
     COMPUTE,
     DEALINGS,
     SEED,
-    TOKENS,
     DrawnBatches,
     deal_batch_to_replicas,
     draw_batches,
     sum_encoder_loads,
 )
 
-MAX_SIMULATED_OPS = 25_000_000  # over all systems and batches,
+MAX_SIMULATED_OPS = 250_000_000  # over all systems and batches,
 MIN_BATCHES = 8  # but at least so many batches
-GUESSES = 3  # of the slowest replica, each by another criterion,
-MAX_GUESSED_OPS = 200_000  # beyond which one is enough
-MAX_PROBED_OPS = 4_000_000  # to find the slack of every microbatch; of larger schedules it is not asked
+GUESSES = 3  # of the slowest replica, each by another criterion
 PROBE_LOAD = 2.0  # load of one microbatch, relative to the mean, that probes how much slack it has
 BEST, TODAY = "best", "today"
 CHOOSE_OVER_BATCHES = 4
@@ -60,7 +59,7 @@ class BatchStepTimes:
 
 
 class BatchSimulator:
-    """Simulates one system with encoder ops scaled by the loads of a batch."""
+    """Times one system with encoder ops scaled by the loads of batches, as longest paths in its order."""
 
     def __init__(
         self,
@@ -76,21 +75,20 @@ class BatchSimulator:
         self._guesses = guesses
         self._known: dict[bytes, float] = {}
         deals = bool((system.schedule.communicator == Communicator.DEAL).any())
-        self._group = assignment.dealing_replicas if deals else 1  # replicas that wait for each other
-        self._group_schedule = repeat_for_replicas(system.schedule, self._group) if deals else system.schedule
-        if guesses is not None and len(self._group_schedule) > MAX_GUESSED_OPS:
-            self._guesses = 1
-        self._exchanged = _first_llm_rows(system.schedule, assignment.microbatches)
+        self._replicas = assignment.dealing_replicas if deals else 1  # that wait for each other
         self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
             name: float(system.schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
         }
+        self._paths: dict[int, LongestPath] = {}  # by replicas
+        self._microbatches = int(system.schedule.microbatch.max(initial=0)) + 1
 
     @property
     def ops_per_batch(self) -> int:
-        """The most ops that are simulated for a batch; replicas of a group are simulated together."""
-        groups = max(1, self.assignment.replicas // self._group)
-        return len(self._group_schedule) * (groups if self._guesses is None else min(groups, self._guesses))
+        """The most ops that are timed for a batch; replicas that wait for each other are timed together."""
+        groups = max(1, self.assignment.replicas // self._replicas)
+        guesses = groups if self._guesses is None else min(groups, self._guesses)
+        return len(self._schedule) * self._replicas * guesses
 
     def _find_rows(self, encoder: str) -> tuple[Ints, Ints]:
         """Returns an encoder's compute ops, and its traffic that grows with tokens (not of parameters)."""
@@ -100,14 +98,28 @@ class BatchSimulator:
         moves &= ~np.isin(schedule.kind, PARAMETER_TRAFFIC)
         return np.flatnonzero(of_encoder & (schedule.lane == Lane.COMPUTE)), np.flatnonzero(moves)
 
-    def step_s(self, loads: Mapping[str, Floats], *, exchange_s: float = 0.0) -> float:
-        """Returns the step of the slowest replica; replicas with equal loads are simulated once.
+    def steps_s(self, batches: Iterable[Mapping[str, Floats]], *, exchange_s: float = 0.0) -> Floats:
+        """Returns the step of the slowest replica for the loads of every batch; equal loads are timed once.
 
-        Replicas that exchange rows inside the step are simulated together, since each exchange waits for all.
+        Replicas that exchange rows inside the step are timed together, since each exchange waits for all.
         Where the schedule has no exchange, every microbatch of the LLM waits `exchange_s` for it.
         """
-        slow = {replica // self._group for replica in self._slow_replicas(loads)}
-        return max(self._simulate(loads, group, exchange_s) for group in sorted(slow))
+        columns: dict[bytes, Floats] = {}  # factors of all that must be timed
+        keys = []
+        for loads in batches:
+            slow = {replica // self._replicas for replica in self._slow_replicas(loads)}
+            factors = [self._factors(loads, group) for group in sorted(slow)]
+            own = {np.float64(exchange_s).tobytes() + each.tobytes(): each for each in factors}
+            columns |= {key: each for key, each in own.items() if key not in self._known}
+            keys.append(list(own))
+        by_size: dict[int, list[bytes]] = {}
+        for key, each in columns.items():
+            by_size.setdefault(len(each), []).append(key)
+        for replicas, same in by_size.items():
+            self.simulations += replicas * len(same)
+            steps_s = self._time(replicas, np.stack([columns[key] for key in same], axis=-1), exchange_s)
+            self._known.update(zip(same, steps_s.tolist(), strict=True))
+        return np.array([max(self._known[key] for key in own) for own in keys])
 
     def _slow_replicas(self, loads: Mapping[str, Floats]) -> list[int]:
         """Returns the replicas with the most load in all, in one microbatch, and near the end of the step."""
@@ -121,36 +133,46 @@ class BatchSimulator:
             scores += [compute.sum(axis=1), compute.max(axis=1), compute[:, -end:].sum(axis=1)]
         return sorted(set(scores[: self._guesses].argmax(axis=1).tolist()))
 
-    def _simulate(self, loads: Mapping[str, Floats], group: int, exchange_s: float = 0.0) -> float:
-        """Returns the step of one group of replicas; of one replica, if all are alike."""
+    def _factors(self, loads: Mapping[str, Floats], group: int) -> Floats:
+        """Returns the factors of a group of replicas, by replica (one, if all are alike) and group of ops."""
         alike = all(load.shape[1] == 1 for load in loads.values())
-        replicas = range(1) if alike else range(group * self._group, (group + 1) * self._group)
-        own = [
-            {name: load[:, min(replica, load.shape[1] - 1)] for name, load in loads.items()}
-            for replica in replicas
-        ]
-        arrays = [load.tobytes() for of_replica in own for load in of_replica.values()]
-        key = b"".join([np.float64(exchange_s).tobytes(), *arrays])
-        if key not in self._known:
-            self.simulations += len(own)
-            scaled = replace(
-                self._schedule if alike else self._group_schedule,
-                duration_s=np.concatenate([self._scaled_s(each, exchange_s) for each in own]),
-            )
-            timeline = simulate_schedule(scaled, slowdown=self._slowdown, launch_s=self._launch_s)
-            self._known[key] = timeline.step_s
-        return self._known[key]
+        replicas = range(1) if alike else range(group * self._replicas, (group + 1) * self._replicas)
+        return np.stack(
+            [
+                np.concatenate([[1.0], *(self._spread(load, replica) for load in loads.values())])
+                for replica in replicas
+            ]
+        )
 
-    def _scaled_s(self, loads: Mapping[str, Floats], exchange_s: float) -> Floats:
-        """Returns the seconds of every op of one replica."""
-        duration_s = self._schedule.duration_s.copy()
-        duration_s[self._exchanged] += exchange_s
-        for name, load in loads.items():
-            for which in (COMPUTE, TOKENS):
-                rows = self._rows[name][which]
-                at = self._schedule.microbatch[rows] if load.shape[1] > 1 else 0
-                duration_s[rows] *= load[which][at]
-        return duration_s
+    def _spread(self, load: Floats, replica: int) -> Floats:
+        """Returns the loads of one encoder for compute and traffic, microbatch by microbatch."""
+        own = load[:, min(replica, load.shape[1] - 1)]
+        missing = self._microbatches - own.shape[1]
+        return np.pad(own, ((0, 0), (0, missing)), mode="edge").ravel()  # one microbatch stands for all
+
+    @cached_property
+    def _group(self) -> Ints:
+        """The place of every op's factor in `_factors`: 0 for what does not depend on loads."""
+        group = np.zeros(len(self._schedule), np.int64)
+        for place, rows in enumerate(chain.from_iterable(self._rows.values())):
+            group[rows] = 1 + place * self._microbatches + self._schedule.microbatch[rows]
+        return group
+
+    def _time(self, replicas: int, factors: Floats, exchange_s: float) -> Floats:
+        """Returns the steps of a group of replicas for factors by replica, group of ops and column."""
+        if replicas not in self._paths:
+            repeated = repeat_for_replicas(self._schedule, replicas) if replicas > 1 else self._schedule
+            self._paths[replicas] = LongestPath(repeated, slowdown=self._slowdown, launch_s=self._launch_s)
+        added_s = np.zeros(len(self._schedule))
+        added_s[_first_llm_rows(self._schedule, self.assignment.microbatches)] = exchange_s
+        groups = [self._group + replica * factors.shape[1] for replica in range(replicas)]
+        return self._paths[replicas].steps_s(
+            np.concatenate(groups),
+            factors.reshape(-1, factors.shape[2]),
+            slowdown=self._slowdown,
+            launch_s=self._launch_s,
+            added_s=np.tile(added_s, replicas) if exchange_s else None,
+        )
 
     def order(self, dealing: str) -> list[int]:
         """Returns the positions for microbatches, heaviest first: the best of a few orders."""
@@ -158,28 +180,23 @@ class BatchSimulator:
         orders = [list(range(count)), list(reversed(range(count)))]
         if dealing == "items" or (dealing == "reordered" and self.assignment.locked):
             return []  # the order of microbatches follows from loads, or they are even
-        probed = count * len(self._schedule) <= MAX_PROBED_OPS
-        if dealing in ("matched", "reordered") and probed:  # most slack: a heavy microbatch costs least
-            alone = np.where(np.eye(count, dtype=bool), PROBE_LOAD, 1.0)
-            costs = [self._step_of(loads) for loads in alone]
-            orders.insert(0, sorted(range(count), key=lambda microbatch: costs[microbatch]))
-        return min(orders, key=self.ramp_s) if dealing != "drawn" else []
+        if dealing in ("matched", "reordered"):  # most slack: a heavy microbatch costs least
+            costs = self._steps_of(np.where(np.eye(count, dtype=bool), PROBE_LOAD, 1.0))
+            orders.insert(0, sorted(range(count), key=costs.tolist().__getitem__))
+        ramps = np.empty((len(orders), count))  # microbatches get lighter along each order
+        for ramp, order in zip(ramps, orders, strict=True):
+            ramp[order] = np.linspace(PROBE_LOAD, 0.0, count)
+        return orders[int(self._steps_of(ramps).argmin())] if dealing != "drawn" else []
 
-    def ramp_s(self, order: list[int]) -> float:
-        """Returns the step of a replica whose microbatches get lighter along `order`."""
-        loads = np.empty(len(order))
-        loads[order] = np.linspace(PROBE_LOAD, 0.0, len(order))
-        return self._step_of(loads)
-
-    def _step_of(self, by_microbatch: Floats) -> float:
-        """Returns the step of a replica whose LLM microbatches have this encoder load."""
-        loads = {}
-        for name, bins in self.assignment.encoders.items():
-            load = by_microbatch
-            if bins.sharing == "pieces":
-                load = np.repeat(by_microbatch, bins.bins)
-            loads[name] = np.stack([load, load])[:, None, :]
-        return self._simulate(loads, 0)
+    def _steps_of(self, by_microbatch: Floats) -> Floats:
+        """Returns steps of a replica whose LLM microbatches have the encoder load of each row."""
+        return self.steps_s(
+            {
+                name: np.tile(row.repeat(bins.bins if bins.sharing == "pieces" else 1), (2, 1, 1))
+                for name, bins in self.assignment.encoders.items()
+            }
+            for row in by_microbatch
+        )
 
 
 def _first_llm_rows(schedule: Schedule, microbatches: int) -> Ints:
@@ -226,15 +243,17 @@ def simulate_batches(
     batches = draw_batches(comparison.job, count=count, seed=seed)
     by_system: dict[str, BatchStepTimes] = {}
     for place, (name, simulator) in enumerate(simulators.items()):
+        progress(f"steps of {name}", place, len(systems))
+        twin = next((done for done in by_system if systems[done].schedule is systems[name].schedule), None)
+        if twin is not None and name != TODAY != twin:
+            by_system[name] = replace(by_system[twin], system=name)
+            continue
         chosen = _choose_dealing(systems[name], simulator, batches) if dealing == BEST else dealing
         if chosen == "items" and simulator.assignment.dealing_replicas == 1:
             chosen = "reordered"
-        order, steps = simulator.order(chosen), []
-        for batch in range(count):
-            progress(f"steps of {name}", place * count + batch, len(systems) * count)
-            steps.append(_step_s(simulator, batches, batch, chosen, order))
+        steps_s = _time_batches(simulator, batches, range(count), chosen)
         by_system[name] = BatchStepTimes(
-            system=name, dealing=chosen, steps_s=np.array(steps), simulations=simulator.simulations
+            system=name, dealing=chosen, steps_s=steps_s, simulations=simulator.simulations
         )
     return by_system
 
@@ -250,19 +269,21 @@ def _choose_dealing(system: SimulatedSystem, simulator: BatchSimulator, batches:
     if system.name == TODAY or batches.are_even or not simulator.assignment.encoders:
         return "drawn"
     can_deal_items = simulator.assignment.dealing_replicas > 1
-    means = {}
-    for dealing in ("items", "reordered") if can_deal_items else ("reordered",):
-        order, few = simulator.order(dealing), range(min(CHOOSE_OVER_BATCHES, len(batches)))
-        means[dealing] = sum(_step_s(simulator, batches, batch, dealing, order) for batch in few)
-    return min(means, key=means.__getitem__)
+    few = range(min(CHOOSE_OVER_BATCHES, len(batches)))
+    dealings = ("items", "reordered") if can_deal_items else ("reordered",)
+    return min(dealings, key=lambda dealing: _time_batches(simulator, batches, few, dealing).sum())
 
 
-def _step_s(
-    simulator: BatchSimulator, batches: DrawnBatches, batch: int, dealing: str, order: list[int]
-) -> float:
-    loads = encoder_loads_of_batch(batches, batch, simulator.assignment, dealing, order)
+def _time_batches(
+    simulator: BatchSimulator, batches: DrawnBatches, chosen: Iterable[int], dealing: str
+) -> Floats:
+    """Returns the steps of some of the batches under a dealing."""
+    assignment, order = simulator.assignment, simulator.order(dealing)
     uneven = dealing == "items" and not batches.are_even
-    return simulator.step_s(loads, exchange_s=simulator.assignment.exchange_s if uneven else 0.0)
+    return simulator.steps_s(
+        (encoder_loads_of_batch(batches, batch, assignment, dealing, order) for batch in chosen),
+        exchange_s=assignment.exchange_s if uneven else 0.0,
+    )
 
 
 def encoder_loads_of_batch(

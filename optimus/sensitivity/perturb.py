@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optimus.ir.op import PARAMETER_TRAFFIC, Communicator, Floats, Lane, OpKind, Schedule
+from optimus.schedule.longest_path import LongestPath
 from optimus.schedule.simulator import simulate_schedule
 
 DRAWS = 200
@@ -149,28 +150,52 @@ class PerturbableSchedule:
         is_encoder = np.isin(schedule.module, numbers)
         computes = (schedule.lane == Lane.COMPUTE) & (schedule.kind <= OpKind.WEIGHT_GRAD)
         moves = ~np.isin(schedule.kind, PARAMETER_TRAFFIC)
-        self._llm, self._encoders = computes & ~is_encoder, computes & is_encoder
-        self._lanes = {lane: schedule.lane == lane for lane in (Lane.TP, Lane.DP, Lane.P2P)}
-        self._images = is_encoder & moves & (schedule.communicator != Communicator.DP)
-        self._tp = schedule.communicator == Communicator.TP
+        masks = [computes & ~is_encoder, computes & is_encoder]
+        masks += [schedule.lane == lane for lane in (Lane.TP, Lane.DP, Lane.P2P)]
+        masks += [is_encoder & moves & (schedule.communicator != Communicator.DP)]
+        masks += [schedule.communicator == Communicator.TP]
+        # Ops that all masks treat alike form a group, and each mask is one of groups.
+        bits, self._group = np.unique(np.stack(masks).T @ (1 << np.arange(len(masks))), return_inverse=True)
+        self._masks = (bits[None] >> np.arange(len(masks))[:, None]) & 1 == 1
 
     def step_s(self, model: PerturbedCostModel) -> float:
-        """Returns the step time under `model`."""
-        scaled = replace(self._schedule, duration_s=self._schedule.duration_s * self._factors(model))
+        """Simulates the step under `model`."""
+        scaled = self._scale(self._factors(model))
         return simulate_schedule(scaled, slowdown=model.slowdown, launch_s=model.launch_s).step_s
 
+    def steps_s(self, models: Sequence[PerturbedCostModel]) -> Floats:
+        """Returns the steps under many models as longest paths, which takes a fraction of the time.
+
+        What runs under collectives is simulated for each share of TP traffic that is overlapped.
+        """
+        steps_s = np.empty(len(models))
+        for hidden in {model.tp_overlapped for model in models}:
+            base = replace(self._base, tp_overlapped=hidden)
+            at = [place for place, model in enumerate(models) if model.tp_overlapped == hidden]
+            path = LongestPath(
+                self._scale(self._factors(base)), slowdown=base.slowdown, launch_s=base.launch_s
+            )
+            steps_s[at] = path.steps_s(
+                self._group,
+                np.stack([self._factors(models[place]) / self._factors(base) for place in at], axis=1),
+                slowdown=np.array([models[place].slowdown for place in at]),
+                launch_s=np.array([models[place].launch_s for place in at]),
+            )
+        return steps_s
+
+    def _scale(self, factors: Floats) -> Schedule:
+        return replace(self._schedule, duration_s=self._schedule.duration_s * factors[self._group])
+
     def _factors(self, model: PerturbedCostModel) -> Floats:
-        factors = np.ones(len(self._schedule))
-        factors[self._llm] = 1 / model.llm_efficiency
-        factors[self._encoders] = 1 / model.encoder_efficiency
-        bandwidths = {
-            Lane.TP: model.tp_bandwidth,
-            Lane.DP: model.dp_bandwidth,
-            Lane.P2P: model.pp_bandwidth,
-        }
-        for lane, bandwidth in bandwidths.items():
-            factors[self._lanes[lane]] = 1 / bandwidth
-        factors[self._images] *= model.image_tokens
+        """Returns the factors on the durations of every group of ops."""
+        llm, encoders, tp_lane, dp_lane, p2p_lane, images, tp = self._masks
+        factors = np.ones(self._masks.shape[1])
+        factors[llm] = 1 / model.llm_efficiency
+        factors[encoders] = 1 / model.encoder_efficiency
+        factors[tp_lane] = 1 / model.tp_bandwidth
+        factors[dp_lane] = 1 / model.dp_bandwidth
+        factors[p2p_lane] = 1 / model.pp_bandwidth
+        factors[images] *= model.image_tokens
         hidden = self._base.tp_overlapped
-        factors[self._tp] *= (1 - model.tp_overlapped) / (1 - hidden) if hidden < 1 else 1.0
+        factors[tp] *= (1 - model.tp_overlapped) / (1 - hidden) if hidden < 1 else 1.0
         return factors

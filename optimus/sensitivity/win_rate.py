@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from optimus.cost.assumptions import Assumptions
-from optimus.environment import usable_cores
 from optimus.ir.op import Floats
 from optimus.planner.compare import Comparison
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
@@ -27,15 +24,10 @@ from optimus.sensitivity.perturb import (
     uncertain_parameters,
 )
 
-MAX_SIMULATED_OPS = 40_000_000  # over all systems and cost models,
-MIN_DRAWS = 40  # but at least so many cost models
 MIN_RULE_SCORE = 0.5  # share of wins minus share of losses under a rule, at least
 MIN_WINS_FOR_RULE = 5  # fewer wins are explained by anything
-MAX_THREADS = 8  # each holds the arrays of one schedule, up to 100 MB for the largest jobs
 
 Progress = Callable[[str, int, int], None]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,17 +109,12 @@ def compute_win_rate(
     base = unperturbed_cost_model(comparison.assumptions)
     encoders = [encoder.name for encoder in comparison.job.model.encoders]
     chosen, left_out = choose_systems_to_simulate(comparison, system, drawn)
-    ops = sum(len(other.schedule) for other in chosen)
-    draws = min(draws, max(MIN_DRAWS, MAX_SIMULATED_OPS // max(ops, 1)))
     parameters = uncertain_parameters(base, comparison.assumptions.time_scale)
     models = draw_cost_models(base, parameters, draws=draws, seed=seed) if len(chosen) > 1 else []
     steps: dict[str, Floats] = {}
     for place, other in enumerate(chosen):
-        schedule = PerturbableSchedule(other.schedule, encoders, base)
-        steps_s = np.empty(len(models))
-        for draw, step_s in enumerate(map_in_threads(schedule.step_s, models)):
-            progress(f"perturbed {other.name}", place * draws + draw, len(chosen) * draws)
-            steps_s[draw] = step_s
+        progress(f"perturbed {other.name}", place, len(chosen))
+        steps_s = PerturbableSchedule(other.schedule, encoders, base).steps_s(models)
         steps[other.name] = steps_s * (drawn[other.name].mean_s / other.step_s)
     names = list(steps)
     by_system = np.stack(list(steps.values()))
@@ -153,20 +140,6 @@ def compute_win_rate(
         models=tuple(models),
         left_out=left_out,
     )
-
-
-def map_in_threads(
-    function: Callable[[Item], Result], items: Iterable[Item]
-) -> Generator[Result, None, None]:
-    """Yields the results in the order of the items; compiled loops release the GIL."""
-    with ThreadPoolExecutor(min(usable_cores(), MAX_THREADS)) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in futures:
-                yield future.result()
-        finally:  # a caller that stops early waits for running items only
-            for future in futures:
-                future.cancel()
 
 
 def choose_systems_to_simulate(
