@@ -107,8 +107,11 @@ class System(Protocol):
     def keeps_layout(self, job: Job) -> bool:
         """Returns whether the system can have the layout of the LLM that the job states."""
 
-    def looking_below(self, step_s: float) -> System:
-        """Returns the system with a search that soon gives up what is not faster than a known step."""
+    def looking_below(self, step_s: float, *, again: bool = False) -> System:
+        """Returns the system with a search that soon gives up what is not faster than a known step.
+
+        `again`: the system itself was searched at another layout.
+        """
 
     def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
         """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""

@@ -18,7 +18,6 @@ from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
 from optimus.planner.systems.base import (
     SIMULATE_WITHIN,
     SimulatedSystem,
-    select_fastest,
     simulate_step_s,
 )
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -125,7 +124,8 @@ class _BestOverLayouts:
         self._searched, self._progress = searched, progress
         contained = chain.from_iterable(load_system(name).contains for name in names)
         self._total = (len({"llm-only", *names, *contained}) + 1) * len(searched)
-        self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout
+        self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout, by estimate
+        self._steps_s: dict[tuple[str, LlmPipelines], float] = {}  # of systems at layouts, some by estimate
         self._outcomes: dict[str, SimulatedSystem | str] = {}
         self._done = 0
 
@@ -139,12 +139,12 @@ class _BestOverLayouts:
         return sorted(self._floors_s, key=self._floors_s.__getitem__)
 
     def price_llm_alone(self) -> LlmPipelines:
-        """Simulates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
+        """Estimates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
         refusals = []
         for pipelines in self._searched:
             self._report("llm-only")
             try:
-                self._floors_s[pipelines] = simulate_step_s(pipelines.floor)
+                self._floors_s[pipelines] = pipelines.of_llm[0].estimate_s
             except DoesNotFit as no:
                 refusals.append(no)
         if not self._floors_s:
@@ -153,8 +153,11 @@ class _BestOverLayouts:
 
     def floor_1f1b_s(self) -> float:
         """Simulates the LLM alone with (interleaved) 1F1B at its best layout."""
-        pipelines = [pipelines.floor_1f1b for pipelines in self.possible]
-        return simulate_step_s(select_fastest(pipelines[0].context, "llm-only", pipelines))
+        step_s = inf
+        for pipelines in self.possible:
+            if self._floors_s[pipelines] <= SIMULATE_WITHIN * step_s:
+                step_s = min(step_s, simulate_step_s(pipelines.floor_1f1b))
+        return step_s
 
     def simulate(self, name: str) -> SimulatedSystem | str:
         """Returns the system at its best layout, once, or the reason why it cannot run."""
@@ -182,6 +185,15 @@ class _BestOverLayouts:
         how = f"as {fastest.name}: {fastest.how}"
         return replace(fastest, name=system.name, how=how, candidate=result)
 
+    def _order_layouts(self, system: System) -> list[LlmPipelines]:
+        """Returns layouts in the order of the shortest step of a contained system, then of the LLM alone."""
+
+        def step_s(pipelines: LlmPipelines) -> float:
+            known = (self._steps_s.get((name, pipelines), inf) for name in system.contains)
+            return min(known, default=inf)
+
+        return sorted(self.possible, key=step_s)
+
     def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
         """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.
 
@@ -189,18 +201,22 @@ class _BestOverLayouts:
         """
         best: SimulatedSystem | None = None
         refusals = []
-        for pipelines in self.possible if system.searches_layouts else self.possible[:1]:
+        for pipelines in self._order_layouts(system) if system.searches_layouts else self.possible[:1]:
             self._report(system.name)
             limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
-            if self._floors_s[pipelines] > limit_s and system.needs_llm_pipeline:
+            if self._floors_s[pipelines] > SIMULATE_WITHIN * limit_s and system.needs_llm_pipeline:
                 continue
             try:
-                if _least_estimate_s(system, pipelines) > SIMULATE_WITHIN * limit_s:
+                estimate_s = _least_estimate_s(system, pipelines)
+                if estimate_s > SIMULATE_WITHIN * limit_s:
+                    self._steps_s[system.name, pipelines] = estimate_s
                     continue
-                simulated = system.looking_below(min(known_s, limit_s)).simulate(pipelines)
+                below = system.looking_below(min(known_s, limit_s), again=best is not None)
+                simulated = below.simulate(pipelines)
             except DoesNotFit as no:
                 refusals.append(no.problem)
                 continue
+            self._steps_s[system.name, pipelines] = simulated.step_s
             if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
                 best = simulated
         return refusals[0] if best is None else best

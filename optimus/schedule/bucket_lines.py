@@ -129,12 +129,19 @@ class BucketLines:
     def _line_of(self, phases: Ints, which: int, *, whole: bool = False, gating: bool = False) -> Ints:
         """Returns the gather or reduce of the bucket of each phase line (-1: none), in its microbatch."""
         lines = self._lines
+        if not self._has(which, whole):
+            return np.full(len(phases), -1, np.int64)
         module, device = lines.module[phases], lines.device[phases]
         stage, bucket = self._header.stage[module, device], self._bucket_of(phases, whole, gating)
         repeats = self._repeats[module, stage, bucket, which]
         turn = np.where(repeats, self._header.turn[module, lines.microbatch[phases]], 0)
         found: Ints = self._rows[device, module, bucket, which, turn]
         return found
+
+    def _has(self, which: int, whole: bool) -> bool:
+        """Returns whether there is such traffic, of buckets of layers or of whole stages."""
+        numbers = [number for _, _, number, bucket in self._buckets if (bucket.chunk == WHOLE_STAGE) == whole]
+        return bool((self._rows[:, :, numbers, which] >= 0).any())
 
     def _bucket_of(self, phases: Ints, whole: bool, gating: bool) -> Ints:
         """Returns the bucket of each phase line (-1: none): its layer's, or the whole stage's."""

@@ -104,7 +104,7 @@ class BaseSystem(ABC):
         """Returns whether the system can have the layout of the LLM that the job states."""
         return True
 
-    def looking_below(self, step_s: float) -> System:
+    def looking_below(self, step_s: float, *, again: bool = False) -> System:
         """Returns the system itself: all its candidates are listed."""
         return self
 

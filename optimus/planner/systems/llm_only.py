@@ -36,9 +36,14 @@ class LlmPipelines:
         return self._candidates[system]
 
     @cached_property
+    def of_llm(self) -> list[PipelineCandidate]:
+        """Pipelines of the LLM alone that fit, over every V, op order and cut, fastest by estimate first."""
+        return self._list_llm_alone(ORDERS)
+
+    @cached_property
     def floor(self) -> PipelineCandidate:
-        """The fastest pipeline of the LLM alone, over every V, op order and cut."""
-        return self._llm_alone(ORDERS)
+        """The fastest pipeline of the LLM alone."""
+        return select_fastest(self.context, LlmOnlySystem.name, self.of_llm)
 
     @cached_property
     def floor_1f1b(self) -> PipelineCandidate:
@@ -84,6 +89,10 @@ class LlmPipelines:
         return search_pipelines(self.context, self.context.job.model.modules)
 
     def _llm_alone(self, orders: Collection[str], chunks: int | None = None) -> PipelineCandidate:
+        """Returns the fastest pipeline of the LLM alone in some op orders."""
+        return select_fastest(self.context, LlmOnlySystem.name, self._list_llm_alone(orders, chunks))
+
+    def _list_llm_alone(self, orders: Collection[str], chunks: int | None = None) -> list[PipelineCandidate]:
         """Searches pipelines of the LLM, and takes those of all modules without the encoders' layers."""
         context, llm = self.context, self.context.job.model.llm
         counts = None if chunks is None else {chunks}
@@ -98,7 +107,7 @@ class LlmPipelines:
                 f"the LLM alone does not fit at {context.layout} on {context.job.cluster.name}",
                 "use more GPUs per replica (tp, pp), recompute: full, or a GPU with more memory",
             )
-        return select_fastest(context, "llm-only", pipelines)
+        return sorted(pipelines, key=lambda pipeline: pipeline.estimate_s)
 
     def with_free_memory(
         self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
@@ -165,7 +174,7 @@ class LlmOnlySystem(BaseSystem):
     runs_encoders = False
 
     def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
-        """Returns the LLM's best pipeline, and its fully sharded layouts if the job leaves room for them."""
+        """Returns the LLM's pipelines, and its fully sharded layouts if the job leaves room for them."""
         job = pipelines.context.job
         sharded = list_fsdp_candidates(pipelines.context, (job.model.llm,))
-        return [pipelines.floor, *(sharded if is_allowed("fsdp", job) else ())]
+        return [*pipelines.of_llm, *(sharded if is_allowed("fsdp", job) else ())]

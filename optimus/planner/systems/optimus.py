@@ -20,7 +20,8 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulator import ScheduleDeadlock
 
-HOPELESS_ABOVE = 1.1  # times a known step: more than other pipelines and refinement gain
+HOPELESS_ABOVE = 1.1  # times a known step: more than other pipelines and refinement gain,
+HOPELESS_AGAIN_ABOVE = 1.03  # and than they gain at a layout over another, where they were tried
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
 REFINE_WITHIN = 1.01  # if their steps are at most this times the best
 
@@ -29,7 +30,8 @@ REFINE_WITHIN = 1.01  # if their steps are at most this times the best
 class OptimusSystem(BaseSystem):
     """Encoders colocated with the LLM, their work list-scheduled over all lanes into the LLM's bubbles."""
 
-    below_s: float = inf  # a step that is known: what cannot be shorter is not refined
+    hopeless_s: float = inf  # above this, the first schedules are not refined,
+    again: bool = False  # and not lowered where the system was searched at another layout
 
     name = "optimus"
     allowed_as = "fill"
@@ -43,11 +45,14 @@ class OptimusSystem(BaseSystem):
         if not context.job.model.encoders:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
         llms, find_smaller = pipelines.for_colocation, pipelines.with_free_memory
-        return [search_optimus_plan(context, llms, find_smaller, below_s=self.below_s)]
+        return [
+            search_optimus_plan(context, llms, find_smaller, hopeless_s=self.hopeless_s, again=self.again)
+        ]
 
-    def looking_below(self, step_s: float) -> OptimusSystem:
+    def looking_below(self, step_s: float, *, again: bool = False) -> OptimusSystem:
         """Returns the system with a search that soon gives up what is not faster than a known step."""
-        return replace(self, below_s=step_s)
+        above = HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE
+        return replace(self, hopeless_s=above * step_s, again=again)
 
 
 FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
@@ -62,12 +67,14 @@ def search_optimus_plan(
     llms: Sequence[PipelineCandidate],
     find_smaller: FindSmaller = _find_none,
     *,
-    below_s: float = inf,
+    hopeless_s: float = inf,
+    again: bool = False,
 ) -> SearchResult:
     """Returns the best plan around any of the LLM pipelines; the replay decides.
 
     Where encoders fit only with added recomputation, `find_smaller` gives pipelines that leave more memory.
-    Where the first schedules are far above `below_s`, neither they nor other pipelines are tried.
+    Where the first schedules are above `hopeless_s`, neither they nor other pipelines are refined; DoesNotFit
+    is raised if the plan is searched `again`, at another layout.
     """
     searches: list[ColocationSearch] = []
     pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
@@ -82,7 +89,7 @@ def search_optimus_plan(
         return min((scheduled.step_s for _, scheduled in pool), default=inf)
 
     def is_hopeless() -> bool:
-        return inf > best_s() > HOPELESS_ABOVE * below_s
+        return inf > best_s() > hopeless_s
 
     def is_too_slow(llm: PipelineCandidate) -> bool:
         """Returns whether the LLM alone takes longer than the best candidate, or none can be fast enough."""
@@ -98,6 +105,10 @@ def search_optimus_plan(
                     search_around(smaller)
     considered = sum(search.considered for search in searches)
     rejected = [rejection for search in searches for rejection in search.rejected]
+    if is_hopeless() and again:
+        raise DoesNotFit(
+            f"the step is longer at {context.layout} than at another layout", "use that layout"
+        )
     pool.sort(key=lambda pair: pair[1].step_s)
     close = [pair for pair in pool[:REFINE_AT_MOST] if pair[1].step_s <= REFINE_WITHIN * pool[0][1].step_s]
     if is_hopeless():
