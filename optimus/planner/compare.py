@@ -25,6 +25,8 @@ from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allo
 from optimus.planner.systems.today import TodaySystem
 from optimus.protocols import System
 
+UNSURE_WITHIN = 1.02  # steps of the LLM alone, by estimate: closer ones may be equal
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
@@ -135,8 +137,9 @@ class _BestOverLayouts:
 
     @property
     def possible(self) -> list[LlmPipelines]:
-        """Layouts in which the LLM fits, the fastest for it alone first."""
-        return sorted(self._floors_s, key=self._floors_s.__getitem__)
+        """Layouts in which the LLM fits, the fastest for it alone first; of about equal ones, least cp."""
+        unsure_s = UNSURE_WITHIN * min(self._floors_s.values())
+        return sorted(self._floors_s, key=lambda p: (max(unsure_s, self._floors_s[p]), p.context.layout.cp))
 
     def price_llm_alone(self) -> LlmPipelines:
         """Estimates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
@@ -155,7 +158,7 @@ class _BestOverLayouts:
         """Simulates the LLM alone with (interleaved) 1F1B at its best layout."""
         step_s = inf
         for pipelines in self.possible:
-            if self._floors_s[pipelines] <= SIMULATE_WITHIN * step_s:
+            if not self._is_floor_above(step_s, pipelines):
                 step_s = min(step_s, simulate_step_s(pipelines.floor_1f1b))
         return step_s
 
@@ -185,6 +188,13 @@ class _BestOverLayouts:
         how = f"as {fastest.name}: {fastest.how}"
         return replace(fastest, name=system.name, how=how, candidate=result)
 
+    def _is_floor_above(self, limit_s: float, pipelines: LlmPipelines) -> bool:
+        """Returns whether the LLM alone takes longer at a layout; where it is close, it is simulated."""
+        estimate_s = self._floors_s[pipelines]
+        if limit_s == inf or UNSURE_WITHIN * estimate_s <= limit_s:
+            return False
+        return estimate_s > UNSURE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
+
     def _order_layouts(self, system: System) -> list[LlmPipelines]:
         """Returns layouts in the order of the shortest step of a contained system, then of the LLM alone."""
 
@@ -204,7 +214,7 @@ class _BestOverLayouts:
         for pipelines in self._order_layouts(system) if system.searches_layouts else self.possible[:1]:
             self._report(system.name)
             limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
-            if self._floors_s[pipelines] > SIMULATE_WITHIN * limit_s and system.needs_llm_pipeline:
+            if system.needs_llm_pipeline and self._is_floor_above(limit_s, pipelines):
                 continue
             try:
                 estimate_s = _least_estimate_s(system, pipelines)

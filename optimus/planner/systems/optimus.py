@@ -106,9 +106,7 @@ def search_optimus_plan(
     considered = sum(search.considered for search in searches)
     rejected = [rejection for search in searches for rejection in search.rejected]
     if is_hopeless() and again:
-        raise DoesNotFit(
-            f"the step is longer at {context.layout} than at another layout", "use that layout"
-        )
+        raise DoesNotFit(f"the step is longer at {context.layout} than at another layout", "use that layout")
     pool.sort(key=lambda pair: pair[1].step_s)
     close = [pair for pair in pool[:REFINE_AT_MOST] if pair[1].step_s <= REFINE_WITHIN * pool[0][1].step_s]
     if is_hopeless():
