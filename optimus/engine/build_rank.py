@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from optimus.engine.p2p import BatchMessageSpecs, TensorSpec
 from optimus.engine.process_groups import ProcessGroups
 from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
-from optimus.ir.plan import Plan
+from optimus.ir.plan import Plan, Span
 from optimus.ir.planfile import hash_plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm, Model
-from optimus.job.own_layers import refuse_untrainable
-from optimus.models.build import build_layers, count_layers, insert_tp_collectives, named_parameters
+from optimus.job.own_layers import find_unsplittable, refuse_untrainable
+from optimus.models.build import build_layers, count_layers, insert_collectives, named_parameters
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.collectives import ParamSplit
 from optimus.models.deepstack import list_passed_rows
@@ -68,10 +68,11 @@ def build_rank_model(
     """Builds the chunks that this rank runs. `llm_tokens` are those of one LLM microbatch.
 
     A layer runs as one segment if the program runs nothing between its segments, unless `fuse` is off or it
-    is tensor-parallel.
+    is tensor- or context-parallel.
     """
     refuse_untrainable(model)
-    reject_unsupported_plan(plan)
+    reject_unsupported_plan(plan, axes=("ep",))
+    _reject_unsupported_context(model, plan)
     segmented = _find_segmented_modules(plan, groups.rank) if fuse else set(plan.modules)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "seed": seed, "compute": kernels}
     options["deepstack"] = count_deepstack(model)
@@ -80,12 +81,15 @@ def build_rank_model(
     parameters, splits = dict[str, Tensor](), dict[str, ParamSplit]()
     embeddings, heads, partial_grads = list[Tensor](), list[Tensor](), list[Tensor]()
     for module in model.modules:
-        tp_group, recompute = groups.tp_group(plan, module.name), choose_recompute_mode(plan, module.name)
+        tp_group, cp_group = groups.tp_group(plan, module.name), groups.cp_group(plan, module.name)
+        recompute = choose_recompute_mode(plan, module.name)
         fused = module.name not in segmented and recompute != "attention"
-        tensor_parallel, module_chunks = tp_group.size > 1, list[SegmentedChunk]()
+        has_collectives, module_chunks = max(tp_group.size, cp_group.size) > 1, list[SegmentedChunk]()
         for first, end in find_layer_ranges(plan, module, groups.rank):
-            layers = build_layers(module, first=first, end=end, tp_group=tp_group, **options)
-            group = partial(_group_segments, tensor_parallel=tensor_parallel, fused=fused)
+            layers = build_layers(
+                module, first=first, end=end, tp_group=tp_group, cp_group=cp_group, **options
+            )
+            group = partial(_group_segments, has_collectives=has_collectives, fused=fused)
             rows_in, rows_out = (list_passed_rows(module, at, options["deepstack"]) for at in (first, end))
             regather = plan.modules[module.name].regather
             how: dict[str, Any] = {"recompute": recompute, "regather": regather}
@@ -99,7 +103,7 @@ def build_rank_model(
                     parameters[f"{name} (head)"] = parameter
                 if split is not None:
                     splits[name] = split
-                elif tensor_parallel:
+                elif tp_group.size > 1:
                     partial_grads.append(parameter)
             embedding, head = _tied_ends(module, layers, first, end)
             embeddings, heads = embeddings + embedding, heads + head
@@ -127,10 +131,10 @@ def _tied_ends(
     return embedding, head
 
 
-def _group_segments(layer: list[Segment], *, tensor_parallel: bool, fused: bool) -> list[Segment]:
+def _group_segments(layer: list[Segment], *, has_collectives: bool, fused: bool) -> list[Segment]:
     """Returns the segments of a layer between which the program may run other work."""
-    if tensor_parallel:
-        return insert_tp_collectives(layer)
+    if has_collectives:
+        return insert_collectives(layer)
     return [SequentialSegment(layer)] if fused else layer
 
 
@@ -176,11 +180,13 @@ def build_message_specs(
 ) -> BatchMessageSpecs:
     """Returns the specs of messages between stages, and over the seam."""
     hidden, tp = model.llm.stack.hidden, plan.ranks.llm.tp
-    if llm_tokens % tp:
+    llm_rows = llm_tokens // plan.ranks.llm.cp
+    if llm_rows % tp:
         raise UserError(
             field=f"layout.{LLM}.tp",
             value=tp,
-            problem=f"does not divide the {llm_tokens} tokens of a microbatch",
+            problem=f"does not divide the {llm_rows} tokens of a microbatch"
+            + (" on a context-parallel rank" if llm_rows < llm_tokens else ""),
             hint="use sequences of another length, or another tp",
         )
 
@@ -190,7 +196,7 @@ def build_message_specs(
         state = TensorSpec(shape=(rows // planned.layout.tp, module.stack.hidden), dtype=dtype)
         return [(state,) * (1 + len(list_passed_rows(module, first, deepstack))) for first in firsts]
 
-    inputs, rows, tokens_per_row = {LLM: stage_inputs(model.llm, llm_tokens)}, {}, {}
+    inputs, rows, tokens_per_row = {LLM: stage_inputs(model.llm, llm_rows)}, {}, {}
     width = hidden * (1 + count_deepstack(model))
     for encoder in model.encoders:
         tp = plan.modules[encoder.name].layout.tp
@@ -205,17 +211,44 @@ def count_deepstack(model: Model) -> int:
     return max((len(encoder.feeds) for encoder in model.encoders), default=1) - 1
 
 
-def reject_unsupported_plan(plan: Plan) -> None:
-    """Raises if a plan asks for parallelism that the engine does not run yet."""
+def reject_unsupported_plan(plan: Plan, axes: Sequence[str] = ("cp", "ep")) -> None:
+    """Raises if a plan asks for parallelism along axes that the engine does not run.
+
+    Context parallelism runs in our own layers only.
+    """
     for name, module in plan.modules.items():
-        for axis in ("cp", "ep"):
+        for axis in axes:
             if getattr(module.layout, axis) > 1:
+                where = " with modules of one's own" if axis == "cp" else " yet"
                 raise UserError(
                     field=f"plan.modules.{name}.layout.{axis}",
                     value=getattr(module.layout, axis),
-                    problem="can be planned, but the engine does not run it yet",
+                    problem=f"can be planned, but the engine does not run it{where}",
                     hint=f"plan with {name}={axis}1",
                 )
+
+
+def _reject_unsupported_context(model: Model, plan: Plan) -> None:
+    """Raises if a plan with context parallelism asks for what our layers do not do with it."""
+    if plan.ranks.llm.cp == 1:
+        return
+    unsplittable = find_unsplittable(model.llm)
+    if unsplittable is not None:
+        raise unsplittable
+    moved = chain.from_iterable(chain.from_iterable(m.buckets) for m in plan.modules.values())
+    if any(max(bucket.gathered_per, bucket.reduced_per) > Span.STEP for bucket in moved):
+        raise UserError(
+            field=f"plan.modules.{LLM}.buckets",
+            problem="are gathered or reduced in every microbatch, which is not compared equal with cp",
+            hint=f"plan with {LLM}=cp1, or another system than fsdp",
+        )
+    if choose_recompute_mode(plan, LLM) == "attention":
+        raise UserError(
+            field=f"plan.modules.{LLM}.recomputed",
+            value=KernelName.ATTENTION,
+            problem="can be planned, but the engine does not run it with context parallelism",
+            hint=f"recompute {KernelName.CHEAP} or full layers, or plan with {LLM}=cp1",
+        )
 
 
 def check_plan_on_ranks(plan: Plan) -> None:

@@ -41,9 +41,15 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
         # Members run one program, so that they use a group of several modules in one order. Not so for tp:
         # a side stream launches collectives of one module, in an order that others do not know.
         shared_with = f"{like_llm[0]}.dp" if name in like_llm[1:] else ""
-        axes.append(GroupAxis(name=f"{name}.dp", members=_replicas(ranks, name), shared_with=shared_with))
+        axes.append(
+            GroupAxis(
+                name=f"{name}.dp", members=_members(ranks, name, Communicator.DP), shared_with=shared_with
+            )
+        )
         if module.layout.tp > 1:
-            axes.append(GroupAxis(name=f"{name}.tp", members=_tp_members(ranks, name)))
+            axes.append(GroupAxis(name=f"{name}.tp", members=_members(ranks, name, Communicator.TP)))
+        if module.layout.cp > 1:
+            axes.append(GroupAxis(name=f"{name}.cp", members=_members(ranks, name, Communicator.CP)))
         for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axis = f"{name}.{direction}.{colour}"
@@ -62,12 +68,17 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
 
 def find_replica_ranks(plan: Plan, module: str, rank: int) -> Members:
     """Returns the ranks that hold the same part of a module as a rank, itself included."""
-    return _replicas(plan.ranks, module)(rank) or (rank,)
+    return plan.ranks.group_of(module, Communicator.DP, rank) or (rank,)
 
 
 def build_tp_group(plan: Plan, module: str, rank: int) -> TpGroup:
     """Returns a rank's position in the tensor-parallel group of a module, without a process group."""
     return TpGroup(rank=plan.ranks.place(module, rank).tp, size=plan.modules[module].layout.tp)
+
+
+def build_cp_group(plan: Plan, module: str, rank: int) -> TpGroup:
+    """Returns a rank's position in the context-parallel group of a module, without a process group."""
+    return TpGroup(rank=plan.ranks.place(module, rank).cp, size=plan.modules[module].layout.cp)
 
 
 def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
@@ -112,9 +123,17 @@ def find_receiving_tp_ranks(plan: Plan, module: str, microbatch: int) -> range:
     return range(block * tp, (block + 1) * tp)
 
 
+def find_receiving_cp_rank(plan: Plan, module: str, microbatch: int) -> int:
+    """Returns the LLM's context-parallel rank at which rows of an encoder microbatch arrive."""
+    across = plan.ranks.llm.tp // plan.modules[module].layout.tp
+    return plan.modules[module].pipelines[microbatch] // across % plan.ranks.llm.cp
+
+
 def receives_encoder_rows(plan: Plan, rank: int, module: str, microbatch: int) -> bool:
     """Returns whether rows of an encoder microbatch arrive at a rank of the LLM's entry stage."""
-    return plan.ranks.place(LLM, rank).tp in find_receiving_tp_ranks(plan, module, microbatch)
+    place = plan.ranks.place(LLM, rank)
+    in_context = place.cp == find_receiving_cp_rank(plan, module, microbatch)
+    return in_context and place.tp in find_receiving_tp_ranks(plan, module, microbatch)
 
 
 # ---------------------------------------------------------------------------- axes, on integers
@@ -129,12 +148,8 @@ def needs_backward(plan: Plan, name: str) -> bool:
     )
 
 
-def _replicas(ranks: RankGrid, module: str) -> Callable[[int], Members]:
-    return lambda rank: ranks.group_of(module, Communicator.DP, rank)
-
-
-def _tp_members(ranks: RankGrid, module: str) -> Callable[[int], Members]:
-    return lambda rank: ranks.group_of(module, Communicator.TP, rank)
+def _members(ranks: RankGrid, module: str, communicator: Communicator) -> Callable[[int], Members]:
+    return lambda rank: ranks.group_of(module, communicator, rank)
 
 
 def _dealing_members(ranks: RankGrid, replicas: int) -> Callable[[int], Members]:
@@ -240,6 +255,10 @@ class ProcessGroups:
     def tp_group(self, plan: Plan, module: str) -> TpGroup:
         """Returns this rank's position in the module's tensor-parallel group, with the process group."""
         return replace(build_tp_group(plan, module, self.rank), group=self.get(f"{module}.tp"))
+
+    def cp_group(self, plan: Plan, module: str) -> TpGroup:
+        """Returns this rank's position in the module's context-parallel group, with the process group."""
+        return replace(build_cp_group(plan, module, self.rank), group=self.get(f"{module}.cp"))
 
     def deal_group(self, plan: Plan) -> TpGroup:
         """Returns this replica's position among those that deal images to each other."""

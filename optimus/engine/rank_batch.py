@@ -2,8 +2,8 @@
 
 Rows of an encoder microbatch arrive at the LLM's entry stage on as many ranks as the encoder has
 tensor-parallel ranks, a contiguous part on each. Rows of images that were dealt to another replica go to that
-replica, to the same tensor-parallel rank. From there each row goes to the rank whose shard of the LLM's
-sequence holds its position.
+replica, to the same tensor- and context-parallel rank. From there each row goes to the tensor-parallel rank,
+then to the context-parallel one, whose shard of the LLM's sequence holds its position.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimus.engine.batch_plan import BatchPlan, BinItem, count_padded_tokens
-from optimus.engine.process_groups import build_tp_group, find_receiving_tp_ranks
+from optimus.engine.process_groups import (
+    build_cp_group,
+    build_tp_group,
+    find_receiving_cp_rank,
+    find_receiving_tp_ranks,
+)
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Model
 from optimus.models.collectives import TpGroup
+from optimus.models.context_parallel import ContextShare, split_sequences
 from optimus.models.microbatch_inputs import (
     SeamRoute,
     TensorMap,
@@ -82,6 +88,7 @@ class RankBatch:
         self._read, self._needed = read, list_needed_samples(plan, rank, table)
         self._microbatches: dict[tuple[str, int], tuple[tuple[Tensor, ...], Any]] = {}
         self._tp_groups = {name: build_tp_group(plan, name, rank) for name in plan.modules}
+        self._cp_group = build_cp_group(plan, LLM, rank)
         self._replica = plan.ranks.place(LLM, rank).dp % plan.dealing_replicas
         self._begins_llm = plan.ranks.place(LLM, rank).pp == plan.ranks.entry_stage
         for name, microbatch in _list_forwards(plan, rank):
@@ -137,14 +144,20 @@ class RankBatch:
             encoders=self.model.encoders,
             **self._options,
         )
-        tp_group = self._tp_groups[LLM]
+        tp_group, cp_group = self._tp_groups[LLM], self._cp_group
+        places = RowPlaces.contiguous(len(ids), tp_group.size)
+        if cp_group.size > 1:
+            lengths = [sample.length for sample in samples]
+            share = split_sequences(lengths, context.spans, cp_group.rank, cp_group.size)
+            ids, context = ids[share.rows], context.split_context(share)
+            places = RowPlaces.split(share, tp_group.size, cp_group.size)
         if tp_group.size > 1:
             context = context.shard(tp_group.rows(len(ids)))
         if self._begins_llm:
             bins = self._list_bins(microbatch, samples)
             replicas = self._replica, self.plan.dealing_replicas
-            routes = route_encoder_rows(bins, tp_group, *replicas, len(ids))
-            context = replace(context, **routes._asdict())
+            routes, targets = route_encoder_rows(bins, places, tp_group, cp_group, *replicas)
+            context = replace(context, routes=routes, targets=targets)
         return (self._place(ids),), context.map(self._place)
 
     def _list_bins(self, microbatch: int, samples: Sequence[Sample]) -> list[BinRows]:
@@ -192,6 +205,7 @@ class RankBatch:
         return BinRows(
             replica=replica,
             holders=find_receiving_tp_ranks(self.plan, encoder.name, microbatch),
+            context=find_receiving_cp_rank(self.plan, encoder.name, microbatch),
             owners=owner,
             targets=targets,
         )
@@ -208,79 +222,118 @@ class BinRows:
     holders: range  # ranks in the LLM's tensor-parallel group at which the rows arrive
     owners: Tensor  # of every row: the replica that its sequence is on; past the last for padding
     targets: Tensor  # of this replica's rows: the position in its microbatch; past the end for others
+    context: int = 0  # rank in the LLM's context-parallel group at which the rows arrive
 
-    def part(self, rank: int) -> slice:
-        """Returns the rows that arrive at a tensor-parallel rank: none, or a run of them."""
-        if rank not in self.holders:
+    def part(self, rank: int, context: int = 0) -> slice:
+        """Returns the rows that arrive at a tensor- and context-parallel rank: none, or a run of them."""
+        if rank not in self.holders or context != self.context:
             return slice(0, 0)
         count = len(self.owners) // len(self.holders)
         begin = (rank - self.holders[0]) * count
         return slice(begin, begin + count)
 
 
-class RowRoutes(NamedTuple):
-    """Routes of one rank, as `LlmMicrobatchContext` has them."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPlaces:
+    """Ranks that hold the rows of an LLM microbatch; each tensor has an entry past the end, for no rank."""
 
-    deal: SeamRoute | None
-    seam: SeamRoute | None
-    targets: tuple[Tensor, ...]
+    tp: Tensor  # tensor-parallel rank of each row
+    cp: Tensor  # context-parallel rank of each row
+    index: Tensor  # of each row on its rank
+
+    @classmethod
+    def contiguous(cls, length: int, tp: int) -> RowPlaces:
+        """Returns the places of rows of which every tensor-parallel rank holds a run."""
+        return cls._of(torch.zeros(length, dtype=torch.int64), torch.arange(length), length // tp, tp, 1)
+
+    @classmethod
+    def split(cls, share: ContextShare, tp: int, cp: int) -> RowPlaces:
+        """Returns the places of rows that context-parallel ranks share, each in runs of its tp ranks."""
+        length = len(share.in_order) // cp
+        return cls._of(share.in_order // length, share.in_order % length, length // tp, tp, cp)
+
+    @classmethod
+    def _of(cls, context: Tensor, row: Tensor, shard: int, tp: int, cp: int) -> RowPlaces:
+        return cls(tp=_padded(row // shard, tp), cp=_padded(context, cp), index=_padded(row % shard, shard))
+
+
+def _padded(values: Tensor, past_end: int) -> Tensor:
+    return torch.cat([values, values.new_tensor([past_end])])
+
+
+Routes = dict[str, SeamRoute]  # by axis, as `LlmMicrobatchContext` has them
 
 
 def route_encoder_rows(
-    bins: Sequence[BinRows], tp_group: TpGroup, replica: int, replicas: int, length: int
-) -> RowRoutes:
-    """Returns the routes of rows: to their replica, then to the rank of their position.
-
-    `length` is that of the LLM microbatch, of which every rank of the tensor-parallel group holds a run.
-    """
-    deal = route_to_replicas(bins, tp_group.rank, replica, replicas) if replicas > 1 else None
-    targets_by_rank = [
-        torch.cat([_targets_on(each, rank, replica, replicas) for each in bins])
-        if bins
-        else torch.empty(0, dtype=torch.int64)
-        for rank in range(tp_group.size)
+    bins: Sequence[BinRows],
+    places: RowPlaces,
+    tp_group: TpGroup,
+    cp_group: TpGroup,
+    replica: int,
+    replicas: int,
+) -> tuple[Routes, tuple[Tensor, ...]]:
+    """Returns the routes of rows, to their replica and to the rank of their position, and their targets."""
+    rank, context, routes = tp_group.rank, cp_group.rank, Routes()
+    held = [
+        [_targets_on(bins, t, c, replica, replicas) for t in range(tp_group.size)]
+        for c in range(cp_group.size)
     ]
-    targets = targets_by_rank[tp_group.rank]
-    own = [each for each in bins if each.replica == replica and tp_group.rank in each.holders]
-    pieces = tuple(len(each.targets[each.part(tp_group.rank)]) for each in own)
-    if tp_group.size == 1:
-        split = targets.split(pieces) if deal is None else (targets,)
-        return RowRoutes(deal, None, tuple(split))
-    shard = length // tp_group.size
-    received = [of_rank[(of_rank // shard) == tp_group.rank] for of_rank in targets_by_rank]
-    seam = _route(
-        torch.div(targets, shard, rounding_mode="floor"),  # past the last rank for padding
-        tp_group.size,
-        received=tuple(map(len, received)),
-        pieces=pieces if deal is None else (len(targets),),
-    )
-    placed = torch.cat(received) - tp_group.rank * shard
-    return RowRoutes(deal, seam, (placed,))
+    pieces = tuple(len(rows) for rows in _own_rows(bins, rank, context, replica))
+    if replicas > 1:
+        routes["deal"] = route_to_replicas(bins, rank, replica, replicas, context)
+        pieces = (len(held[context][rank]),)
+    if tp_group.size > 1:
+        routes["tp"] = _route(held[context], places.tp, rank, pieces)
+        held = [[_arriving(of_context, places.tp, t) for t in range(tp_group.size)] for of_context in held]
+        pieces = (len(held[context][rank]),)
+    if cp_group.size > 1:
+        column = [of_context[rank] for of_context in held]
+        routes["cp"] = _route(column, places.cp, context, pieces)
+        held[context][rank] = _arriving(column, places.cp, context)
+        pieces = (len(held[context][rank]),)
+    return routes, places.index[held[context][rank]].split(pieces)
 
 
-def route_to_replicas(bins: Sequence[BinRows], rank: int, replica: int, replicas: int) -> SeamRoute:
-    """Returns the rows that a tensor-parallel rank exchanges with the same rank of other replicas."""
-    own = [each.owners[each.part(rank)] for each in bins if each.replica == replica and rank in each.holders]
-    received = [
-        sum(int((each.owners[each.part(rank)] == replica).sum()) for each in bins if each.replica == sender)
-        for sender in range(replicas)
-    ]
-    owners = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
-    return _route(owners, replicas, received=tuple(received), pieces=tuple(map(len, own)))
-
-
-def _route(
-    destinations: Tensor, size: int, *, received: tuple[int, ...], pieces: tuple[int, ...]
+def route_to_replicas(
+    bins: Sequence[BinRows], rank: int, replica: int, replicas: int, context: int = 0
 ) -> SeamRoute:
-    """Returns a route of rows by their destinations; those past the last rank go nowhere."""
-    sent = torch.bincount(destinations, minlength=size)[:size].tolist()
-    order = torch.argsort(destinations, stable=True)
-    return SeamRoute(pieces=pieces, leaving=order[: sum(sent)], sent=tuple(sent), received=received)
+    """Returns the rows that a rank exchanges with the same rank of other replicas."""
+    held = [torch.cat([_NO_ROWS, *_own_rows(bins, rank, context, sender)]) for sender in range(replicas)]
+    pieces = tuple(len(rows) for rows in _own_rows(bins, rank, context, replica))
+    return _route(held, torch.arange(replicas + 1), replica, pieces)
 
 
-def _targets_on(each: BinRows, rank: int, replica: int, replicas: int) -> Tensor:
-    """Returns the targets of a bin's rows at a rank of this replica, after those of others have left."""
-    part = each.part(rank)
-    if replicas == 1:
-        return each.targets[part]
-    return each.targets[part][each.owners[part] == replica]
+def _own_rows(bins: Sequence[BinRows], rank: int, context: int, replica: int) -> list[Tensor]:
+    """Returns the owners of rows that arrive at a rank of a replica, by bin."""
+    arriving = (each for each in bins if each.replica == replica and each.context == context)
+    return [each.owners[each.part(rank, context)] for each in arriving if rank in each.holders]
+
+
+def _route(held: Sequence[Tensor], places: Tensor, rank: int, pieces: tuple[int, ...]) -> SeamRoute:
+    """Returns one rank's route of rows by their places; those past the last rank go nowhere."""
+    destinations = places[held[rank]]
+    sent = torch.bincount(destinations, minlength=len(held))[: len(held)].tolist()
+    return SeamRoute(
+        pieces=pieces,
+        leaving=torch.argsort(destinations, stable=True)[: sum(sent)],
+        sent=tuple(sent),
+        received=tuple(int((places[rows] == rank).sum()) for rows in held),
+    )
+
+
+def _arriving(held: Sequence[Tensor], places: Tensor, rank: int) -> Tensor:
+    """Returns the targets of the rows that a rank receives, from all ranks in order."""
+    return torch.cat([rows[places[rows] == rank] for rows in held])
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+def _targets_on(bins: Sequence[BinRows], rank: int, context: int, replica: int, replicas: int) -> Tensor:
+    """Returns the targets of rows at a rank of this replica, after those of other replicas have left."""
+    targets = [_NO_ROWS]
+    for each in bins:
+        part = each.part(rank, context)
+        owned = each.owners[part] == replica if replicas > 1 else slice(None)
+        targets.append(each.targets[part][owned])
+    return torch.cat(targets)

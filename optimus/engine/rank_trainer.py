@@ -27,6 +27,7 @@ from optimus.engine.synthetic_data import SyntheticDataset
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
+from optimus.models.context_parallel import check_sequence_length
 from optimus.models.kernels import KERNELS, KernelSet
 from optimus.models.sample import ItemKeys, Sample
 from optimus.protocols import Dataset, Recorder
@@ -71,6 +72,8 @@ class RankTrainer:
             {each.name: workload.step_capacity(each.name, each.projector.merge) for each in encoders},
             config.left_out,
         )
+        if plan.ranks.llm.cp > 1:
+            check_sequence_length(job.workload.sequence_tokens, plan.ranks.llm.cp)
         self.model = build_rank_model(
             job.model,
             plan,

@@ -167,7 +167,7 @@ class _TrainingLoop:
         self._batch_plans = BatchPlanBroadcast(
             plan,
             groups.control,
-            reader=plan.ranks.rank_of(0, self.rank.replica, 0, plan.ranks.place(LLM, member.rank).tp),
+            reader=plan.ranks.group_of(LLM, Communicator.PP, member.rank)[0],
         )
         self._is_resumed = config.resume or member.restart > 0
         self._checkpoints: RunCheckpoints | None = None
@@ -363,7 +363,8 @@ class _TrainingLoop:
 
     def _count_skipped(self, batch_plan: BatchPlan) -> float:
         """Returns the skipped samples of a replica's step, on one rank of the replica."""
-        if not self._reads_data or self.plan.ranks.place(LLM, self.member.rank).tp:
+        place = self.plan.ranks.place(LLM, self.member.rank)
+        if not self._reads_data or place.tp or place.cp:
             return 0.0
         numbers = chain.from_iterable(batch_plan.samples[self.rank.replica % self.plan.dealing_replicas])
         return float(sum(len(self.rank.skipped.get(number, ())) for number in numbers))

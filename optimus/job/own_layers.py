@@ -51,6 +51,18 @@ def refuse_untrainable(model: Model) -> None:
         raise error
 
 
+def find_unsplittable(llm: Llm) -> UserError | None:
+    """Returns why our own layers cannot split the sequences of an LLM over ranks (cp), or None."""
+    if llm.stack.attention.causal:
+        return None
+    return UserError(
+        field=f"model.{llm.name}.stack.attention.causal",
+        value=False,
+        problem="can be planned with cp, but the engine splits sequences of causal attention only",
+        hint=f"plan with {llm.name}=cp1",
+    )
+
+
 # Fields of a job's model that say how it is trained, not what it computes.
 _OF_JOBS = ("name", "source", "train", "recompute", "precision", "dropout", "dropout_rate")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 # Queries (n, heads, dim), keys and values (n, kv_heads, dim), spans, causal: the output (n, heads, dim).
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], bool], Tensor]
@@ -49,6 +51,40 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> T
         enable_gqa=queries.shape[2] != keys.shape[2],
     )
     return attended.transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionBlock:
+    """A run of queries of one document, and the keys from the document's first to the last query's."""
+
+    queries: int
+    first_key: int
+    keys: int
+    mask: CausalBias = field(init=False)  # made once: no dispatch mode may be active
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", causal_lower_right(self.queries, self.keys))
+
+
+def attend_by_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[AttentionBlock]
+) -> Tensor:
+    """Lets runs of queries (n, heads, dim) attend to keys of the same document that are not after them.
+
+    Keys and values are those of whole sequences, in order.
+    """
+    outputs = []
+    for block, rows in zip(blocks, queries.split([block.queries for block in blocks]), strict=True):
+        seen = slice(block.first_key, block.first_key + block.keys)
+        attended: Tensor = functional.scaled_dot_product_attention(
+            rows.transpose(0, 1)[None],
+            keys[seen].transpose(0, 1)[None],
+            values[seen].transpose(0, 1)[None],
+            attn_mask=block.mask,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 # ---------------------------------------------------------------------------------------- rotary positions

@@ -44,12 +44,14 @@ def build_layers(
     end: int | None = None,
     compute: KernelSet = KERNELS,
     tp_group: TpGroup = NO_TP,
+    cp_group: TpGroup = NO_TP,
     encoders_train: bool = True,
     deepstack: int = 0,
 ) -> list[list[Segment]]:
     """Builds the layers `first` up to but not including `end` of a module, each as a list of segments.
 
-    The rank in `tp_group` decides which shards of parameters are built. `encoders_train` says whether any
+    The rank in `tp_group` decides which shards of parameters are built; ranks of `cp_group` hold the same
+    parameters and other tokens. `encoders_train` says whether any
     encoder of an LLM needs gradients. With `seed` None, only norms have values. Rows
     of encoders are added behind `deepstack` layers of an LLM too.
     """
@@ -59,7 +61,7 @@ def build_layers(
         raise unsupported
     end = count_layers(module) if end is None else end
     assert 0 <= first <= end <= count_layers(module), f"layers {first}:{end} of {count_layers(module)}"
-    options: dict[str, Any] = {"tp_group": tp_group, "dtype": dtype, "device": device}
+    options: dict[str, Any] = {"tp_group": tp_group, "cp_group": cp_group, "dtype": dtype, "device": device}
     layers = [
         _build_layer(module, layer, compute, encoders_train=encoders_train, deepstack=deepstack, **options)
         for layer in range(first, end)
@@ -79,6 +81,7 @@ def _build_layer(
     compute: KernelSet,
     *,
     tp_group: TpGroup,
+    cp_group: TpGroup,
     encoders_train: bool,
     deepstack: int,
     **factory_kwargs: Any,
@@ -86,7 +89,7 @@ def _build_layer(
     last = count_layers(module) - 1
     if layer == 0 and isinstance(module, Llm):
         options = {"encoders_train": encoders_train, "deepstack": deepstack, **factory_kwargs}
-        return [TokenEmbedding(module, tp_group, **options)]
+        return [TokenEmbedding(module, tp_group, cp_group, **options)]
     if layer == last and isinstance(module, Llm):
         return [LossHead(module, compute, tp_group, **factory_kwargs)]
     if layer in (0, last) and isinstance(module, Encoder):
@@ -94,7 +97,9 @@ def _build_layer(
         return [end_layer(module, compute, **factory_kwargs)]
     name = f"{module.name}.layers.{layer - 1}"
     side = _side_hook(module, layer - 1, deepstack)
-    return build_layer_segments(module.stack, layer - 1, name, compute, tp_group, side, **factory_kwargs)
+    return build_layer_segments(
+        module.stack, layer - 1, name, compute, tp_group, cp_group, side, **factory_kwargs
+    )
 
 
 def _side_hook(module: Module, layer: int, deepstack: int) -> SideHook:
@@ -105,13 +110,13 @@ def _side_hook(module: Module, layer: int, deepstack: int) -> SideHook:
     return GiveRows(given.index(layer)) if layer in given else None
 
 
-def insert_tp_collectives(layer: Sequence[Segment]) -> list[Segment]:
-    """Returns the segments of a tensor-parallel layer with the collectives between them.
+def insert_collectives(layer: Sequence[Segment]) -> list[Segment]:
+    """Returns the segments of a tensor- or context-parallel layer with the collectives between them.
 
     A residual add runs together with the next segment, since nothing is scheduled between them.
     """
     segments: list[Segment] = []
-    for segment in (part for whole in layer for part in whole.tp_segments()):
+    for segment in (part for whole in layer for part in whole.parallel_segments()):
         after_add = segments and segments[-1].kernels == RESIDUAL_ADD
         if after_add and not isinstance(segment, TpCollective):
             segments[-1] = SequentialSegment((segments[-1], segment), segment.kernels)

@@ -327,7 +327,7 @@ class SegmentedChunk:
             return
         rows, output = frame.freed_gathers.pop(index)
         output.untyped_storage().resize_(output.nbytes)
-        frame.collectives[~index] = self._collective(index).launch_regather(rows, output.data)
+        frame.collectives[~index] = self._collective(index).launch_regather(rows, output.data, frame.context)
 
     def _wait_regather(self, microbatch: int, index: int) -> None:
         frame = self._frames.get(microbatch)

@@ -1,4 +1,4 @@
-"""Runs asynchronous collectives of tensor-parallel groups over rows, and shards parameters."""
+"""Runs asynchronous collectives over rows of a group's ranks, and shards parameters."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _ALL_TO_ALL = _method_name("all_to_all_single", "alltoall_base"), _async_options
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TpGroup:
-    """A rank's position in the tensor-parallel group of a module, and the collectives of the group.
+    """A rank's position in a tensor- or context-parallel group, or among replicas, and their collectives.
 
-    With sequence parallelism, each rank holds a run of the rows between segments.
+    With sequence parallelism, each rank of a tensor-parallel group holds a run of the rows between segments.
     """
 
     rank: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from optimus.models.dropout import Dropout
 from optimus.models.kernels import KernelSet, Linear, Norm, embedding, linear
 from optimus.models.sample import IGNORE_INDEX
 from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
-from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamExchange
+from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamAxis, SeamExchange
 
 PLACE_ROWS = ("place_rows",)  # no kernel of plans: it runs where the collective before it has ended
 
@@ -117,8 +117,9 @@ class DeepstackProjector(nn.Module):
 class TokenEmbedding(Segment):
     """Embeds tokens and puts encoder rows at their positions: (ids, rows of encoder 0, ...) to (x).
 
-    With tensor parallelism, each rank looks up all ids in its shard of the vocabulary, and encoder rows go to
-    the rank that holds their positions. `encoders_train` says whether any encoder needs gradients.
+    With tensor parallelism, each rank looks up all ids in its shard of the vocabulary. Encoder rows go to the
+    tensor- and context-parallel rank that holds their positions. `encoders_train` says whether any encoder
+    needs gradients.
     """
 
     kernels = (KernelName.EMBEDDING,)
@@ -128,6 +129,7 @@ class TokenEmbedding(Segment):
         self,
         llm: Llm,
         tp_group: TpGroup,
+        cp_group: TpGroup,
         *,
         encoders_train: bool,
         deepstack: int = 0,
@@ -136,14 +138,15 @@ class TokenEmbedding(Segment):
         super().__init__()
         self.deepstack = deepstack
         hidden, split = llm.stack.hidden, ParamSplit(dim=0, blocks=((llm.vocab, 1),))
-        self.splits, self.tp_group, self.encoders_train = {"weight": split}, tp_group, encoders_train
+        self.splits, self.encoders_train = {"weight": split}, encoders_train
+        self.tp_group, self.cp_group = tp_group, cp_group
         self.dropout = Dropout(f"{llm.name}.embedding", llm.stack.dropout_rate)
         rows = split.shard_length(tp_group.size)
         self._first_id = tp_group.rank * rows
         self.weight = nn.Parameter(torch.empty(rows, hidden, **factory_kwargs))
         self.positions = _position_table(llm.positions, hidden, factory_kwargs)
 
-    def make_exchange(self, group: TpGroup, axis: Literal["deal", "tp"]) -> SeamExchange:
+    def make_exchange(self, group: TpGroup, axis: SeamAxis) -> SeamExchange:
         """Returns the exchange of encoder rows that precedes the lookup."""
         return SeamExchange(
             group,
@@ -153,9 +156,13 @@ class TokenEmbedding(Segment):
             needs_backward=self.encoders_train,
         )
 
-    def tp_segments(self) -> list[Segment]:
+    def parallel_segments(self) -> list[Segment]:
+        to_context = [self.make_exchange(self.cp_group, "cp")] if self.cp_group.size > 1 else []
+        if self.tp_group.size == 1:
+            return [*to_context, self]
         return [
             self.make_exchange(self.tp_group, "tp"),
+            *to_context,
             FunctionSegment(self, self._sharded_lookup, self.kernels, [self.weight]),
             ReduceScatter(
                 self.tp_group,
@@ -236,7 +243,9 @@ class LossHead(Segment):
         self._count = max(0, min(rows, llm.vocab - self._first_id))
         self.weight = nn.Parameter(torch.empty(rows, llm.stack.hidden, **factory_kwargs))
 
-    def tp_segments(self) -> list[Segment]:
+    def parallel_segments(self) -> list[Segment]:
+        if self.tp_group.size == 1:
+            return [self]
         return [
             FunctionSegment(self, self._norm, (KernelName.HEAD_NORM,), [self.norm]),
             AllGather(

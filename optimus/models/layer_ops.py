@@ -74,7 +74,10 @@ class _LinearOp(ManualBackwardSegment):
 
 
 class QkvLinear(_LinearOp):
-    """Computes attention heads with rotary positions: (x, normed) to (x, queries, keys, values)."""
+    """Computes attention heads with rotary positions: (x, normed) to (x, queries, keys, values).
+
+    With `joins_kv`, keys and values are the heads of one tensor, which context-parallel ranks gather.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,10 @@ class QkvLinear(_LinearOp):
         *,
         heads: Sequence[int],  # number of query, key and value heads
         norms: tuple[Norm, Norm] | None,  # of query and key heads
+        joins_kv: bool = False,
     ) -> None:
         super().__init__(weight, bias, linear, kernels)
-        self._heads, self._total_heads = list(heads), sum(heads)
+        self._heads, self._total_heads, self._joins_kv = list(heads), sum(heads), joins_kv
         self.norms = nn.ModuleList(norms or ())
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
@@ -95,7 +99,7 @@ class QkvLinear(_LinearOp):
         queries, keys, values = self._split_heads(self.linear_forward(normed))
         if self.norms:
             queries, keys = (norm(rows) for norm, rows in zip(self.norms, (queries, keys), strict=True))
-        return x, *_rotated(queries, keys, values, context)
+        return x, *self._rotated(queries, keys, values, context)
 
     def forward_saving(self, state: State, context: Any, weight_grads: WeightGradStore) -> tuple[State, Any]:
         x, normed = state
@@ -107,13 +111,15 @@ class QkvLinear(_LinearOp):
             )
             norm_values = query_values, key_values
         saved = normed.detach(), norm_values, context.rotary
-        return (x, *_rotated(queries, keys, values, context)), saved
+        return (x, *self._rotated(queries, keys, values, context)), saved
 
     def backward(
         self, values: Any, gradients: Gradients, needs_grad: NeedsGrad, weight_grads: WeightGradStore
     ) -> Gradients:
         normed, norm_values, rotary = values
         residual_grad, *head_grads = gradients
+        if self._joins_kv and head_grads[1] is not None:
+            head_grads[1:] = head_grads[1].chunk(2, 1)
         assert all(gradient is not None for gradient in head_grads), "attention reads all heads"
         if rotary is not None:
             head_grads[:2] = [apply_rotary_backward(gradient, rotary) for gradient in head_grads[:2]]
@@ -129,12 +135,13 @@ class QkvLinear(_LinearOp):
         )
         return heads
 
-
-def _rotated(queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if context.rotary is None:
-        return queries, keys, values
-    # The clone keeps the values alone alive; a view would keep the rows of queries and keys too.
-    return apply_rotary(queries, context.rotary), apply_rotary(keys, context.rotary), values.clone()
+    def _rotated(self, queries: Tensor, keys: Tensor, values: Tensor, context: Any) -> tuple[Tensor, ...]:
+        if context.rotary is not None:
+            queries, keys = apply_rotary(queries, context.rotary), apply_rotary(keys, context.rotary)
+        if self._joins_kv:
+            return queries, torch.cat((keys, values), 1)
+        # The clone keeps the values alone alive; a view would keep the rows of queries and keys too.
+        return queries, keys, values if context.rotary is None else values.clone()
 
 
 class PartialLinear(_LinearOp):

@@ -15,6 +15,7 @@ from torch import Tensor
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm
 from optimus.models.attention import Rotary, build_grid_rotary_table, build_sequence_rotary_table
+from optimus.models.context_parallel import ContextShare
 from optimus.models.deepstack import SideRows
 from optimus.models.dropout import make_dropout_keys
 from optimus.models.sample import (
@@ -92,9 +93,21 @@ class LlmMicrobatchContext:
     # Per encoder output, or for all rows that an exchange brought: the row that each replaces; n for none.
     targets: tuple[Tensor, ...]
     dropout_keys: Tensor | None  # int64 (n,)
-    deal: SeamRoute | None = None  # between replicas that deal images to each other
-    seam: SeamRoute | None = None  # within a tensor-parallel group
+    routes: Mapping[str, SeamRoute] = field(default_factory=dict)  # by axis: deal, tp, cp
+    share: ContextShare | None = None  # of the rows, with context parallelism
     side: SideRows = field(default_factory=SideRows)
+
+    def split_context(self, share: ContextShare) -> LlmMicrobatchContext:
+        """Returns the context of a context-parallel rank; positions stay those of the whole sequence."""
+        rows, rotary = share.rows, self.rotary
+        return replace(
+            self,
+            rotary=None if rotary is None else (rotary[0][rows], rotary[1][rows]),
+            positions=_rows(self.positions, rows),
+            labels=self.labels[rows],
+            dropout_keys=_rows(self.dropout_keys, rows),
+            share=share,
+        )
 
     def shard(self, rows: slice) -> LlmMicrobatchContext:
         """Returns the context of a rank that holds these rows between products; heads and labels see all."""
@@ -110,12 +123,12 @@ class LlmMicrobatchContext:
             labels=function(self.labels),
             targets=tuple(map(function, self.targets)),
             dropout_keys=None if self.dropout_keys is None else function(self.dropout_keys),
-            deal=None if self.deal is None else self.deal.map(function),
-            seam=None if self.seam is None else self.seam.map(function),
+            routes={axis: route.map(function) for axis, route in self.routes.items()},
+            share=None if self.share is None else self.share.map(function),
         )
 
 
-def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+def _rows(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
     return None if tensor is None else tensor[rows]
 
 

@@ -38,6 +38,18 @@ it, and the lines between the two are its slot, into which the program may put p
 
 `norm2` includes the residual add before it. Without tensor parallelism there are no collectives, and each of
 qkv (with norm1), attention, out, up (with norm2) and down is one phase.
+
+With context parallelism, keys and values are gathered before the attention and again before its backward,
+behind which their gradients are scattered; a product that is tensor-parallel gathers its input meanwhile:
+
+    forward                       backward
+    |- qkv                        |- < context
+    |- < context                  |- > context
+    |- > context                  |- attention
+    |- attention                  |- < context.scatter
+                                  |- < qkv.gather
+                                  |- > context.scatter
+                                  |- qkv.dgrad
 """
 
 from __future__ import annotations
@@ -49,6 +61,7 @@ from typing import Literal
 from optimus.errors import UserError
 from optimus.ir.op import COLLECTIVE_PHASES, KernelName, OpKind
 from optimus.ir.plan import Phase, Template
+from optimus.models.context_parallel import ContextGather
 from optimus.models.segment import Segment
 from optimus.models.tensor_parallel import AllGather, TpCollective
 
@@ -120,20 +133,32 @@ class LayerPhases:
                 yield PhaseSpec(action, kind, index, segment.kernels)
 
     def _backward(self, kind: OpKind) -> Iterator[PhaseSpec]:
-        """Yields from the last segment to the first; an all-gather goes with the product that reads it."""
+        """Yields from the last segment to the first; an all-gather goes with the product that reads it.
+
+        The product before a gather of keys and values waits for their gradients.
+        """
         for index, segment in reversed(self._segments.items()):
-            if isinstance(segment, AllGather):
-                continue
-            if isinstance(self._segments.get(index - 1), AllGather):
-                yield from self._column_parallel_backward(kind, index)
+            before, after = self._segments.get(index - 1), self._segments.get(index + 1)
+            waits = self._backward_collective(index + 1)[1:] if isinstance(after, ContextGather) else ()
+            if isinstance(before, ContextGather):
+                yield from self._regather_phases(index - 1) or ()
+            if isinstance(segment, ContextGather):
+                yield from self._backward_collective(index)[:1]
+            elif isinstance(before, AllGather):
+                yield from self._column_parallel_backward(kind, index, waits)
             elif not isinstance(segment, TpCollective):
                 action: PhaseAction = "backward" if kind == OpKind.BACKWARD else "input_grad"
-                yield PhaseSpec(action, kind, index, segment.kernels)
-            elif not (segment.in_wgrad and kind == OpKind.INPUT_GRAD):
+                yield from (*waits, PhaseSpec(action, kind, index, segment.kernels))
+            elif not (isinstance(segment, AllGather) or (segment.in_wgrad and kind == OpKind.INPUT_GRAD)):
                 yield from self._backward_collective(index)
 
-    def _column_parallel_backward(self, kind: OpKind, index: int) -> Iterator[PhaseSpec]:
-        """Gathers the inputs under the input gradient, scatters that under the weight gradient."""
+    def _column_parallel_backward(
+        self, kind: OpKind, index: int, waits: tuple[PhaseSpec, ...]
+    ) -> Iterator[PhaseSpec]:
+        """Gathers the inputs under the input gradient, scatters that under the weight gradient.
+
+        `waits` complete the gradient of its output.
+        """
         kernels = self._segments[index].kernels
         input_grad = PhaseSpec(
             "input_grad", OpKind.INPUT_GRAD, index, tuple(f"{name}.dgrad" for name in kernels)
@@ -144,12 +169,12 @@ class LayerPhases:
         launch, wait = self._backward_collective(index - 1)
         regather = self._regather_phases(index - 1)
         if kind == OpKind.INPUT_GRAD:
-            yield from (input_grad, launch, wait)
+            yield from (*waits, input_grad, launch, wait)
         elif regather is None or not self._regather:
-            yield from (input_grad, launch, wait, weight_grad)
+            yield from (*waits, input_grad, launch, wait, weight_grad)
         else:
             launch_regather, wait_regather = regather
-            yield from (launch_regather, input_grad, launch, wait_regather, weight_grad, wait)
+            yield from (launch_regather, *waits, input_grad, launch, wait_regather, weight_grad, wait)
 
     def _weight_grads(self) -> Iterator[PhaseSpec]:
         """Gathers under the weight gradient of the product before the next reduce-scatter."""
@@ -158,7 +183,7 @@ class LayerPhases:
             if isinstance(segment, TpCollective):
                 if segment.in_wgrad:
                     yield from self._backward_collective(index)
-                elif not isinstance(segment, AllGather):
+                elif not isinstance(segment, AllGather | ContextGather):
                     regather = self._regather_phases(self._collective_before(index))
                     yield from () if regather is None else regather[:1]
                 continue
@@ -180,7 +205,9 @@ class LayerPhases:
 
     def _collective_before(self, index: int) -> int:
         before = (
-            i for i, segment in self._segments.items() if i < index and isinstance(segment, TpCollective)
+            at
+            for at, segment in self._segments.items()
+            if at < index and isinstance(segment, TpCollective) and not isinstance(segment, ContextGather)
         )
         return max(before, default=-1)
 
@@ -202,7 +229,7 @@ class ChunkPhase:
     layer: int  # in the chunk, as the plan numbers them; ALL_LAYERS for an opaque chunk
     kernels: tuple[str, ...]  # those of the plan that it runs; empty: all of the layer
     run: Callable[[], None]
-    waits_for: str = ""  # axis of the group whose other ranks it waits for: tp, deal
+    waits_for: str = ""  # axis of the group whose other ranks it waits for: tp, cp, deal
 
 
 def place_phases(op: str, template: Template, phases: Sequence[ChunkPhase]) -> list[list[ChunkPhase]]:
@@ -251,8 +278,9 @@ def _find_phase(
         rest = range(launch + 1, len(phases))
         return next(at for at in rest if phases[at].kind == OpKind.WAIT and phases[at].kernels == name)
     numbered = list(enumerate(phases))
-    if planned.kind in COLLECTIVE_PHASES:  # an opaque chunk may have some of them
-        numbered.sort(key=lambda pair: pair[1].kind not in COLLECTIVE_PHASES)
+    if planned.kind in COLLECTIVE_PHASES:  # an opaque chunk may have some of them; one name may come twice
+        taken = set(phase_at.values())
+        numbered.sort(key=lambda pair: (pair[1].kind not in COLLECTIVE_PHASES, pair[0] in taken))
     return next((at for at, phase in numbered if _covers(phase, planned)), None)
 
 

@@ -96,8 +96,8 @@ class Segment(nn.Module):
     # their gradients from some rows or heads only, so they are summed over the group.
     splits: Mapping[str, ParamSplit] = MappingProxyType({})
 
-    def tp_segments(self) -> list[Segment]:
-        """Returns the segments and collectives that it runs as in a tensor-parallel layer."""
+    def parallel_segments(self) -> list[Segment]:
+        """Returns the segments and collectives that it runs as under tensor or context parallelism."""
         return [self]
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:

@@ -16,6 +16,8 @@ from optimus.ir.op import KernelName
 from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.segment import Gradients, NeedsGrad, Segment, State, WeightGradStore
 
+SeamAxis = Literal["deal", "tp", "cp"]  # axes over which encoder rows are exchanged, in this order
+
 
 class TpCollective(Segment):
     """A collective between two segments, over the tensor at `state_index` of their state.
@@ -54,7 +56,7 @@ class TpCollective(Segment):
         """Launches the backward collective; waiting for it returns the gradients of the state before."""
         raise NotImplementedError
 
-    def launch_regather(self, rows: Tensor, output: Tensor) -> AsyncCollective:
+    def launch_regather(self, rows: Tensor, output: Tensor, context: Any) -> AsyncCollective:
         """Gathers a second time, from this rank's rows into the output of the forward's gather."""
         raise NotImplementedError
 
@@ -76,13 +78,13 @@ class AllGather(TpCollective):
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         gather = self.tp_group.all_gather(state[self.state_index])
-        return gather.then(lambda rows: _replaced(state, self.state_index, rows))
+        return gather.then(lambda rows: replaced(state, self.state_index, rows))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        scatter = self.tp_group.reduce_scatter(_present(gradients[self.state_index]))
-        return scatter.then(lambda rows: _replaced(gradients, self.state_index, rows))
+        scatter = self.tp_group.reduce_scatter(present(gradients[self.state_index]))
+        return scatter.then(lambda rows: replaced(gradients, self.state_index, rows))
 
-    def launch_regather(self, rows: Tensor, output: Tensor) -> AsyncCollective:
+    def launch_regather(self, rows: Tensor, output: Tensor, context: Any) -> AsyncCollective:
         return self.tp_group.all_gather_into(output, rows)
 
 
@@ -105,25 +107,25 @@ class ReduceScatter(TpCollective):
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         scatter = self.tp_group.reduce_scatter(state[self.state_index])
-        return scatter.then(lambda rows: _replaced(state, self.state_index, rows))
+        return scatter.then(lambda rows: replaced(state, self.state_index, rows))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        gather = self.tp_group.all_gather(_present(gradients[self.state_index]))
-        return gather.then(lambda rows: _replaced(gradients, self.state_index, rows))
+        gather = self.tp_group.all_gather(present(gradients[self.state_index]))
+        return gather.then(lambda rows: replaced(gradients, self.state_index, rows))
 
 
 class SeamExchange(TpCollective):
     """Sends encoder rows to the ranks that need them: (ids, rows, ...) to (ids, rows).
 
-    Along the axis `deal` these are replicas, along `tp` ranks that hold the rows' positions; the context
-    holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree, also those
-    that hold no rows.
+    Along the axis `deal` these are replicas, along `tp` and `cp` ranks that hold the rows' positions; the
+    context holds the routes. `needs_backward` says whether any encoder needs gradients: all ranks agree, also
+    those that hold no rows.
     """
 
     def __init__(
         self,
         group: TpGroup,
-        axis: Literal["deal", "tp"],
+        axis: SeamAxis,
         *,
         width: int,
         dtype: torch.dtype,
@@ -136,23 +138,20 @@ class SeamExchange(TpCollective):
         )
         self.width, self.dtype, self.needs_backward = width, dtype, needs_backward
 
-    def _route(self, context: Any) -> Any:
-        return context.deal if self.axis == "deal" else context.seam
-
     def output_needs_grad(self, needs_grad: NeedsGrad) -> NeedsGrad:
         return (False, self.needs_backward)
 
     def launch(self, state: State, context: Any) -> AsyncCollective:
         ids, *pieces = state
-        seam = self._route(context)
+        seam = context.routes[self.axis]
         no_rows = torch.empty(0, self.width, dtype=self.dtype, device=ids.device)
         rows = torch.cat([piece.detach() for piece in pieces]) if pieces else no_rows
         exchange = self.tp_group.all_to_all(rows[seam.leaving], seam.sent, seam.received)
         return exchange.then(lambda received: (ids, received))
 
     def launch_backward(self, gradients: Gradients, context: Any) -> AsyncCollective:
-        seam = self._route(context)
-        gradient = _present(gradients[self.state_index])
+        seam = context.routes[self.axis]
+        gradient = present(gradients[self.state_index])
         exchange = self.tp_group.all_to_all(gradient, seam.received, seam.sent)
 
         def piece_gradients(received: Tensor) -> Gradients:
@@ -162,10 +161,12 @@ class SeamExchange(TpCollective):
         return exchange.then(piece_gradients)
 
 
-def _replaced(state: Any, index: int, tensor: Tensor) -> Any:
+def replaced(state: Any, index: int, tensor: Tensor) -> Any:
+    """Returns a state or its gradients with another tensor at an index."""
     return (*state[:index], tensor, *state[index + 1 :])
 
 
-def _present(gradient: Tensor | None) -> Tensor:
+def present(gradient: Tensor | None) -> Tensor:
+    """Returns a gradient that must exist."""
     assert gradient is not None, "nothing depends on the output of the collective"
     return gradient

@@ -1,4 +1,4 @@
-"""Builds the five segments of a transformer layer, and their tensor-parallel ops and collectives."""
+"""Builds the five segments of a transformer layer, and the ops and collectives of parallel ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import nn
 from optimus.ir.op import KernelName
 from optimus.job.model import Stack
 from optimus.job.own_layers import GELU_APPROXIMATIONS
+from optimus.models.attention import attend_by_blocks
 from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.context_parallel import ContextGather
 from optimus.models.dropout import Dropout
 from optimus.models.kernels import KernelSet, Norm
 from optimus.models.layer_ops import (
@@ -32,13 +34,14 @@ def build_layer_segments(
     name: str,
     compute: KernelSet,
     tp_group: TpGroup,
+    cp_group: TpGroup,
     side: SideHook = None,
     **factory_kwargs: Any,
 ) -> list[Segment]:
     """Returns the segments of one layer; `name` is the layer's in the model, `side` reads its output."""
     return [
-        QkvSegment(stack, compute, tp_group, **factory_kwargs),
-        SelfAttention(stack, layer, compute),
+        QkvSegment(stack, compute, tp_group, joins_kv=cp_group.size > 1, **factory_kwargs),
+        SelfAttention(stack, layer, compute, cp_group),
         build_attention_out(stack, compute, f"{name}.out", tp_group, **factory_kwargs),
         MlpUpSegment(stack, compute, tp_group, **factory_kwargs),
         build_mlp_down(stack, compute, f"{name}.down", tp_group, side=side, **factory_kwargs),
@@ -79,7 +82,7 @@ class LinearSegment(SequentialSegment):
 
 
 class QkvSegment(LinearSegment):
-    """Computes attention heads: (x) to (x, queries, keys, values)."""
+    """Computes attention heads: (x) to (x, queries, keys, values), or keys and values as one tensor."""
 
     kernels = (KernelName.NORM1, KernelName.LATENT, KernelName.QKV)
 
@@ -88,6 +91,8 @@ class QkvSegment(LinearSegment):
         stack: Stack,
         compute: KernelSet,
         tp_group: TpGroup,
+        *,
+        joins_kv: bool,
         **factory_kwargs: Any,
     ) -> None:
         attention = stack.attention
@@ -104,7 +109,7 @@ class QkvSegment(LinearSegment):
         self.norm = Norm(stack.norm, stack.hidden, eps, **factory_kwargs)
         self.query_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
         self.key_norm = Norm("rmsnorm", width, eps, **factory_kwargs) if attention.qk_norm else None
-        self._linear = compute.linear
+        self._linear, self._joins_kv = compute.linear, joins_kv
         self._heads = [-(-count // tp_group.size) for count in (heads, kv_heads, kv_heads)]
         self.set_segments(self.ops())
 
@@ -115,11 +120,19 @@ class QkvSegment(LinearSegment):
         return [
             PreNorm(self.norm, (KernelName.NORM1, KernelName.LATENT)),
             QkvLinear(
-                self.weight, self.bias, self._linear, (KernelName.QKV,), heads=self._heads, norms=norms
+                self.weight,
+                self.bias,
+                self._linear,
+                (KernelName.QKV,),
+                heads=self._heads,
+                norms=norms,
+                joins_kv=self._joins_kv,
             ),
         ]
 
-    def tp_segments(self) -> list[Segment]:
+    def parallel_segments(self) -> list[Segment]:
+        if self.tp_group.size == 1:
+            return [self]
         norm, linear = self.segments
         gather = AllGather(
             self.tp_group, 1, forward_name=KernelName.GATHER1, kernel=KernelName.QKV, regather=True
@@ -128,20 +141,32 @@ class QkvSegment(LinearSegment):
 
 
 class SelfAttention(Segment):
-    """Lets the rows of each span attend to one another: (x, queries, keys, values) to (x, attended)."""
+    """Lets the rows of each span attend to one another: (x, queries, keys, values) to (x, attended).
+
+    With context parallelism, this rank's queries attend to keys and values of all ranks, which were gathered
+    as one tensor.
+    """
 
     kernels = (KernelName.ATTENTION,)
     defers_weight_grads = True
 
-    def __init__(self, stack: Stack, layer: int, compute: KernelSet) -> None:
+    def __init__(self, stack: Stack, layer: int, compute: KernelSet, cp_group: TpGroup) -> None:
         super().__init__()
+        self.cp_group = cp_group
         self.causal, self.compute = stack.attention.causal, compute
         self.windowed = stack.attention.window_of(layer) is not None
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
+        if self.cp_group.size > 1:
+            x, queries, keys_values = state
+            keys, values = keys_values.chunk(2, 1)
+            return x, attend_by_blocks(queries, keys, values, context.share.blocks).flatten(1)
         x, queries, keys, values = state
         spans = context.window_spans if self.windowed else context.spans
         return x, self.compute.attention(queries, keys, values, spans, self.causal).flatten(1)
+
+    def parallel_segments(self) -> list[Segment]:
+        return [ContextGather(self.cp_group, 2), self] if self.cp_group.size > 1 else [self]
 
 
 class MlpUpSegment(LinearSegment):
@@ -176,7 +201,9 @@ class MlpUpSegment(LinearSegment):
             MlpUp(self.weight, self.bias, self._linear, (KernelName.UP,), gated=self._gated, gelu=self._gelu),
         ]
 
-    def tp_segments(self) -> list[Segment]:
+    def parallel_segments(self) -> list[Segment]:
+        if self.tp_group.size == 1:
+            return [self]
         norm, linear = self.segments
         gather = AllGather(
             self.tp_group, 1, forward_name=KernelName.GATHER2, kernel=KernelName.UP, regather=True
@@ -219,7 +246,9 @@ class ResidualProjection(LinearSegment):
         dropout, side = self._dropout, self._side
         return [LinearResidualAdd(self.weight, self.bias, self._linear, self.kernels, dropout, side)]
 
-    def tp_segments(self) -> list[Segment]:
+    def parallel_segments(self) -> list[Segment]:
+        if self.tp_group.size == 1:
+            return [self]
         return [
             PartialLinear(self.weight, None, self._linear, self.kernels),
             ReduceScatter(self.tp_group, 1, forward_name=self._scatter, kernel=self._kernel),

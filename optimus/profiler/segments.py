@@ -28,7 +28,7 @@ from optimus.errors import UserError
 from optimus.ir.op import KernelName, OpKind
 from optimus.job.job import Job
 from optimus.job.model import Encoder, Llm, Model
-from optimus.models.build import build_layers, count_layers, insert_tp_collectives, segment_name
+from optimus.models.build import build_layers, count_layers, insert_collectives, segment_name
 from optimus.models.chunk import SegmentedChunk, trainable_parameters
 from optimus.models.collectives import AsyncCollective, TpGroup
 from optimus.models.deepstack import list_passed_rows
@@ -169,7 +169,7 @@ def _shard(load: _Load, tp: int) -> _Load:
     if isinstance(load.context, LlmMicrobatchContext):
         nothing = torch.empty(0, dtype=torch.int64)
         seam = SeamRoute(pieces=(), leaving=nothing, sent=(0,) * tp, received=(0,) * tp)
-        context = replace(load.context.shard(rows), seam=seam, targets=(nothing,))
+        context = replace(load.context.shard(rows), routes={"tp": seam}, targets=(nothing,))
         return replace(load, context=context, tp_group=tp_group)
     inputs = tuple(tensor[rows] for tensor in load.inputs)
     return replace(load, inputs=inputs, context=load.context.shard(rows), tp_group=tp_group)
@@ -186,7 +186,7 @@ def _measure(load: _Load, sort: LayerClass, layer: int) -> list[SegmentMeasureme
     )
     ShardedBucket(trainable_parameters(built), None).begin_step()  # accumulates in float32, as in training
     names = _names(load, layer, built)
-    parts = built if tp == 1 else insert_tp_collectives(built)
+    parts = built if tp == 1 else insert_collectives(built)
     rows_in, rows_out = (list_passed_rows(module, boundary) for boundary in (layer, layer + 1))
     op_sequences = (
         ((OpKind.FORWARD, OpKind.BACKWARD), (OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD))

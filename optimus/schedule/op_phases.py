@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from optimus.cost.kernel import Kernel
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import Communicator, Lane, OpKind
+from optimus.ir.op import Communicator, KernelName, Lane, OpKind
 from optimus.ir.plan import Phase, Template
 
 SECONDS_DIGITS = 12  # durations are whole picoseconds, the same on every machine
@@ -84,8 +84,8 @@ class _Phases:
         return tuple(self._phases)
 
     def _sorts_rows(self, kernel: Kernel, place: int) -> bool:
-        """Tells whether rows are sorted between two collectives in a row: by replica, then by rank."""
-        return Communicator.DEAL in (kernel.communicator, self._phases[place].communicator)
+        """Tells whether encoder rows are sorted between two collectives: by replica, tp rank and cp rank."""
+        return all(name.startswith(f"{KernelName.SEAM}.") for name in (kernel.name, self._phases[place].name))
 
     def _launches(self) -> Iterator[int]:
         return (place for place, phase in enumerate(self._phases) if phase.kind == OpKind.LAUNCH)
