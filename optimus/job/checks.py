@@ -319,9 +319,10 @@ class _StatedLayout:
     def _check_batch(self) -> None:
         dp, workload = self.choice.dp, self.job.workload
         cp, tokens = self.choice.cp, workload.sequence_tokens
-        if cp is not None and tokens % cp:
-            problem = f"does not divide workload.sequence_tokens = {tokens}"
-            raise self.error("cp", problem, f"use {format_nearest_divisors(tokens, cp)}")
+        if cp is not None and cp > 1 and tokens % (2 * cp):
+            problem = f"does not cut workload.sequence_tokens = {tokens} into two equal chunks for each rank"
+            hint = "use 1" if tokens % 2 else f"use {format_nearest_divisors(tokens // 2, cp)}"
+            raise self.error("cp", problem, hint)
         if dp is None or not isinstance(self.module, Llm):
             return
         sequences, sizes = workload.sequences_per_step, self.job.layout.limits.microbatch_sequences

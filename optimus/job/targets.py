@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from optimus.errors import UserError, nearest
 from optimus.job.job import Job
 from optimus.job.layout import AllowedSystem
+from optimus.job.own_layers import find_unsplittable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Target:
 
 TARGETS = {
     "engine": Target(
-        name="the engine of Optimus", allow=("fill", "balanced", "three-phase", "fsdp"), without=("cp", "ep")
+        name="the engine of Optimus", allow=("fill", "balanced", "three-phase", "fsdp"), without=("ep",)
     ),
     "megatron": Target(name="Megatron-LM", allow=("fsdp",)),
     "torchtitan": Target(name="torchtitan", allow=("fsdp",)),
@@ -34,7 +35,10 @@ def restrict_to_target(job: Job, target: str) -> Job:
             field="--for", value=target, problem="is not a trainer", hint=nearest(target, TARGETS)
         )
     trainer, stated = TARGETS[target], job.layout.of("llm")
-    for axis in trainer.without:
+    without = trainer.without
+    if target == "engine" and find_unsplittable(job.model.llm) is not None:
+        without += ("cp",)
+    for axis in without:
         size = getattr(stated, axis)
         if size not in (None, 1):
             raise UserError(
@@ -43,8 +47,8 @@ def restrict_to_target(job: Job, target: str) -> Job:
                 problem=f"is stated, and {trainer.name} does not run it",
                 hint=f"leave it out, or plan without --for {target}",
             )
-    single = replace(stated, **dict.fromkeys(trainer.without, 1))
+    single = replace(stated, **dict.fromkeys(without, 1))
     allowed = tuple(word for word in job.layout.limits.allow if word in trainer.allow)
     limits = replace(job.layout.limits, allow=allowed)
-    modules = {**job.layout.modules, "llm": single} if trainer.without else job.layout.modules
+    modules = {**job.layout.modules, "llm": single} if without else job.layout.modules
     return replace(job, layout=replace(job.layout, modules=modules, limits=limits))

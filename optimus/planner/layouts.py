@@ -92,9 +92,10 @@ def enumerate_llm_layouts(job: Job) -> Iterator[Layout]:
     """Yields all layouts of the LLM that agree with what the job states, smallest replica first."""
     stated, stack = job.layout.of("llm").stated(), job.model.llm.stack
     gpus, limit = job.cluster.gpus, job.layout.limits.max_pp or MAX_PP
-    most_cp = max(1, job.workload.sequence_tokens // MIN_CP_TOKENS)
+    tokens = job.workload.sequence_tokens
+    most_cp = max(1, tokens // MIN_CP_TOKENS)
     axes = {
-        "cp": [cp for cp in (1, 2, 4, 8) if cp <= most_cp],
+        "cp": [1] + [cp for cp in (2, 4, 8) if cp <= most_cp and tokens % (2 * cp) == 0],
         "pp": range(1, min(limit, stack.layers) + 1),
         "tp": [tp for tp in (1, 2, 4, 8) if tp <= MAX_TP and stack.attention.heads % tp == 0],
         "ep": _expert_spreads(job) if stack.experts else [1],
