@@ -34,6 +34,8 @@ PP2_TP2 = replace(PIPELINE, ranks=4, tp=2, encoders=((1, 1, 2),))
 ZERO_BUBBLE = replace(PP2_DP2, order="zero-bubble", chunks=2, layers=6, encoders=((1, 1),))
 PP4 = replace(PIPELINE, ranks=4, pp=4, encoders=((2, 1),))
 EIGHT = replace(PIPELINE, ranks=8, tp=2, microbatches=4, encoders=((2, 1, 2),))
+CP2_DP2 = replace(PIPELINE, ranks=4, pp=1, cp=2, microbatches=4)
+CP2_TP2 = replace(PIPELINE, ranks=4, pp=1, cp=2, tp=2, encoders=((1, 2),))
 PP4_DP2 = replace(PIPELINE, ranks=8, pp=4, microbatches=4, encoders=((4, 1),))
 
 
@@ -59,6 +61,8 @@ PAIRS = [
     Pair(name="zero-bubble to two ranks", first=ZERO_BUBBLE, second=PIPELINE, model={"layers": 6}),
     Pair(name="two ranks to eight", first=REPLICAS, second=EIGHT, model={"plain": True}),
     Pair(name="eight ranks to four", first=EIGHT, second=DP4, model={}),
+    Pair(name="context ranks to pp", first=CP2_DP2, second=PP2_DP2, model={"tied": True}),
+    Pair(name="pp to context and tensor ranks", first=PP2_DP2, second=CP2_TP2, model={"varied": True}),
     Pair(name="tied ends apart to one", first=PP2_DP2, second=REPLICAS, model={"tied": True}),
     Pair(name="tied in one stage to ends apart", first=DP4, second=PP4, model={"tied": True}),
     Pair(name="frozen trunk", first=PP4_DP2, second=PP2_TP2, model={"frozen_trunk": ("vision",)}),

@@ -17,6 +17,7 @@ MINUTES = {
     "survival": 8,
     "search": 6,
     "tensor parallelism": 2,
+    "context parallelism": 1,
     "torchtitan": 5,
     "hf": 8,
     "own layers": 6,

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from engine_cases import TP, Case
+from engine_cases import CP, TP, Case
 from engine_worker import everybody, play
 from torch import distributed as dist
 
@@ -57,6 +57,6 @@ def count(case: Case, rank: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for case in TP:
+    for case in (*TP, *CP):
         if case.name in sys.argv[1:]:
             print(json.dumps({"name": case.name, **play(case, count)}), flush=True)  # noqa: T201

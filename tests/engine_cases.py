@@ -70,6 +70,7 @@ class Case:
     ranks: int
     pp: int
     tp: int = 1
+    cp: int = 1
     microbatches: int = 4
     sequences: int = 1  # in a microbatch
     chunks: int = 1
@@ -151,7 +152,7 @@ class Case:
             items = tuple(zip(names, longer, strict=False))
             text = self.tokens - sum(sum(own) for _, own in items)
             sequences.append(PackedSequence(text=text, items=items))
-        dp = self.ranks // self.pp // self.tp
+        dp = self.ranks // self.pp // self.tp // self.cp
         return Job(
             name=self.name,
             model=Model(name="tiny", encoders=tuple(map(self._encoder, names)), llm=llm),
@@ -162,7 +163,7 @@ class Case:
                 sequences=tuple(sequences),
             ),
             layout=LayoutConstraints(
-                modules={LLM: PartialLayout(dp=dp, pp=self.pp, cp=1, ep=1, tp=self.tp)},
+                modules={LLM: PartialLayout(dp=dp, pp=self.pp, cp=self.cp, ep=1, tp=self.tp)},
                 limits=SearchLimits(microbatch_sequences=(self.sequences,)),
             ),
         )
@@ -525,4 +526,53 @@ TP_SHARDED = [
     replace(case, name=f"sharded {case.name}", sharded=True, clip=0.05)
     for case in TP
     if case.ranks >= 4 and case.slots
+]
+
+
+def _cp(name: str, **given: Any) -> Case:
+    return Case(name=f"cp: {name}", **given)
+
+
+# Sequences split over ranks, in two chunks for each.
+CP = [
+    _cp("two", ranks=2, pp=1, cp=2),
+    _cp("cp 2 x dp 2, rare images", ranks=4, pp=1, cp=2, dealing=1, images="rare", dropout=True, tied=True),
+    _cp("cp 2 x dp 2, dealt", ranks=4, pp=1, cp=2, images="tail", sigmas=-0.5, varied=True, microbatches=2),
+    _cp("cp 2 x pp 2", ranks=4, pp=2, cp=2, tied=True, encoders=((2, 1),)),
+    _cp("cp 2 x pp 2 interleaved, two encoders, pieces", ranks=4, pp=2, cp=2, chunks=2, order="interleaved",
+        encoders=((2, 2), (1, 3)), frozen=("audio",), sequences=2, varied=True),
+    _cp("cp 2 x pp 2 zero-bubble, documents", ranks=4, pp=2, cp=2, order="zero-bubble", varied=True,
+        sections=True, encoders=((1, 2),)),
+    _cp("cp 2 x tp 2", ranks=4, pp=1, cp=2, tp=2, encoders=((1, 2),), varied=True, sections=True),
+    _cp("cp 2 x tp 2, zero-bubble, recomputed", ranks=4, pp=1, cp=2, tp=2, order="zero-bubble",
+        recompute="full", encoders=((1, 1, 2),), dropout=True),
+    _cp("cp 2 x tp 2, selective, plain", ranks=4, pp=1, cp=2, tp=2, recompute="selective", plain=True,
+        images="rare"),
+    _cp("cp 2 x pp 2, recomputed, frozen trunk", ranks=4, pp=2, cp=2, recompute="full", windows=True,
+        frozen_trunk=("vision",)),
+    _cp("cp 2 x pp 2, frozen llm", ranks=4, pp=2, cp=2, frozen_llm=True, encoders=((1, 2),)),
+    _cp("cp 4", ranks=4, pp=1, cp=4, encoders=((1, 3),), varied=True, sections=True, dropout=True),
+    _cp("cp 4, one microbatch", ranks=4, pp=1, cp=4, microbatches=1, sequences=4, segments=True),
+    _cp("eight: cp 2 x tp 2 x pp 2", ranks=8, pp=2, cp=2, tp=2, encoders=((2, 1, 2),), varied=True,
+        sections=True),
+    _cp("eight: cp 2 x tp 2 x pp 2 zero-bubble, two encoders", ranks=8, pp=2, cp=2, tp=2, layers=6,
+        order="zero-bubble", encoders=((1, 2), (2, 1, 2)), tied=True, dropout=True),
+    _cp("eight: cp 4 x tp 2", ranks=8, pp=1, cp=4, tp=2, encoders=((1, 4),), images="rare"),
+    _cp("eight: cp 4 x pp 2 interleaved", ranks=8, pp=2, cp=4, chunks=2, order="interleaved", varied=True,
+        encoders=((2, 1),)),
+    _cp("eight: cp 2 x tp 2 x dp 2, dealt", ranks=8, pp=1, cp=2, tp=2, images="tail", sigmas=-0.5,
+        varied=True, microbatches=2, encoders=((1, 2),)),
+    _cp("eight: cp 2 x pp 2 x dp 2, dealt", ranks=8, pp=2, cp=2, images="tail", sigmas=-0.5, varied=True,
+        microbatches=2, encoders=((2, 2), (1, 2))),
+    _cp("stage0", ranks=4, pp=2, cp=2, strategy="stage0", tied=True),
+    _cp("balanced, tp 2", ranks=8, pp=2, cp=2, tp=2, strategy="balanced", encoders=((1, 1),) * 2),
+    _cp("balanced-best", ranks=4, pp=2, cp=2, strategy="balanced-best", layers=8, images="rare"),
+    _cp("three-phase", ranks=4, pp=2, cp=2, strategy="three-phase", varied=True),
+    _cp("paper", ranks=4, pp=2, cp=2, strategy="paper"),
+    _cp("paper, all traffic at the ends", ranks=4, pp=2, cp=2, preset="paper", recompute="full"),
+]  # fmt: skip
+CP_SHARDED = [
+    replace(case, name=f"sharded {case.name}", sharded=True, clip=0.05)
+    for case in CP
+    if case.ranks >= 4 and case.strategy == "fill"
 ]

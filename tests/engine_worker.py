@@ -22,8 +22,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from context_parallel_bugs import CP_BUGS
 from engine_bugs import BUGS
-from engine_cases import CASES, CURVES, DEALT, HALF, SHARDED, SYSTEMS, TP, TP_SHARDED, Case
+from engine_cases import CASES, CP, CP_SHARDED, CURVES, DEALT, HALF, SHARDED, SYSTEMS, TP, TP_SHARDED, Case
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
@@ -410,11 +411,12 @@ def limits(case: Case) -> Iterator[None]:
 def main(what: str, names: list[str]) -> None:
     """Cases after `what` steps of training; with `bugs` every bug on its case; `bf16` in that type.
 
-    All plain ones if none is named; `sharded` and `tp` are all of those.
+    All plain ones if none is named; `sharded`, `tp` and `cp` are all of those.
     """
     if what.endswith("bugs"):
-        by_name = {case.name: case for case in (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *DEALT, *SYSTEMS)}
-        bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS}.get(what, BUGS)
+        every = (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *CP, *DEALT, *SYSTEMS)
+        by_name = {case.name: case for case in every}
+        bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS, "cp-bugs": CP_BUGS}.get(what, BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
                 look = compare_half if by_name[of].dtype != "float64" else compare
@@ -428,6 +430,8 @@ def main(what: str, names: list[str]) -> None:
         "sharded": SHARDED,
         "tp": TP,
         "tp-sharded": TP_SHARDED,
+        "cp": CP,
+        "cp-sharded": CP_SHARDED,
         "dealt": DEALT,
         "systems": SYSTEMS,
         "curves": CURVES,

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from engine_cases import DEALT, SHARDED, TP_SHARDED, Case
+from engine_cases import CP_SHARDED, DEALT, SHARDED, TP_SHARDED, Case
 from engine_worker import EVAL_BATCHES, OPTIMIZER, RankRun, everybody, limits, play
 from one_process import OneProcess
 from torch import Tensor
@@ -82,7 +82,7 @@ def compare(case: Case, rank: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases = {case.name: case for case in (*SHARDED, *TP_SHARDED, *DEALT)}
+    cases = {case.name: case for case in (*SHARDED, *TP_SHARDED, *CP_SHARDED, *DEALT)}
     for name in sys.argv[1:]:
         with limits(cases[name]):
             found = play(cases[name], partial(compare))

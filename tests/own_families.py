@@ -22,7 +22,7 @@ from optimus.job.model import Model
 from optimus.job.workload import PackedSequence, Workload
 from optimus.models.sample import IGNORE_INDEX, ItemKeys, Sample, SampleItem
 
-TENSOR_PARALLEL = 2
+ALIGNMENT = 8  # of lengths: two chunks for each of two cp ranks, on two tp ranks each
 
 
 def save_folder(case: str, folder: Path, dtype: torch.dtype) -> None:
@@ -43,7 +43,7 @@ class Documents:
 
     def __init__(self, case: str) -> None:
         self.samples = [_packed(docs) for docs in hf_models.documents(case)]
-        self.length = -(-max(sample.length for sample in self.samples) // TENSOR_PARALLEL) * TENSOR_PARALLEL
+        self.length = -(-max(sample.length for sample in self.samples) // ALIGNMENT) * ALIGNMENT
 
     def sizes(self, number: int) -> SampleSizes:
         items = {name: tuple(i.tokens for i in items) for name, items in self.sample(number).items.items()}

@@ -117,6 +117,8 @@ def _same(a: Path, b: Path) -> bool:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "": {"pp": 2, "tp": 2, "encoders": ((1, 1, 2),)},
     "stages": {"pp": 4, "encoders": ((4, 1),), "order": "zero-bubble"},
+    "context": {"pp": 2, "cp": 2, "encoders": ((2, 1),)},
+    "context-tp": {"pp": 1, "cp": 2, "tp": 2, "encoders": ((1, 2),), "order": "zero-bubble"},
     "recompute": {"pp": 2, "tp": 2, "encoders": ((2, 1, 2),), "recompute": "full"},
 }
 

@@ -64,7 +64,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("what was freed is not gathered again", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
+    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor, context: Any) -> AsyncCollective:
         return AsyncCollective(None, whole.zero_)
 
     return wrapped(AllGather, "launch_regather", again)
@@ -72,7 +72,7 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("what is gathered again comes from this rank alone", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor) -> AsyncCollective:
+    def again(original: Any, self: AllGather, part: Tensor, whole: Tensor, context: Any) -> AsyncCollective:
         whole.copy_(part.repeat(self.tp_group.size, 1))
         return AsyncCollective(None, lambda: None)
 
@@ -156,10 +156,9 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("encoder rows are placed where the other rank's belong", PLAIN, TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def route_encoder_rows(original: Any, bins: Any, tp_group: TpGroup, *replicas: int) -> Any:
-        found = original(bins, tp_group, *replicas)
-        own = replicas[-1] // tp_group.size
-        return found._replace(targets=tuple((targets + 1) % own for targets in found.targets))
+    def route_encoder_rows(original: Any, bins: Any, places: Any, *ranks: Any) -> Any:
+        routes, targets = original(bins, places, *ranks)
+        return routes, tuple((rows + 1) % int(places.index[-1]) for rows in targets)
 
     return wrapped(rank_batch, "route_encoder_rows", route_encoder_rows)
 
@@ -188,9 +187,9 @@ def _() -> AbstractContextManager[Any]:
 
 @bug("a bias of the rows is added on every rank before the sum", "tp: zero-bubble", TP_BUGS)
 def _() -> AbstractContextManager[Any]:
-    def tp_segments(original: Any, self: ResidualProjection) -> list[Segment]:
+    def parallel_segments(original: Any, self: ResidualProjection) -> list[Segment]:
         product, scatter, join = original(self)
         product.bias = self.bias
         return [product, scatter, join]
 
-    return wrapped(ResidualProjection, "tp_segments", tp_segments)
+    return wrapped(ResidualProjection, "parallel_segments", parallel_segments)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from dry_run_worker import TRAINING
-from engine_cases import TP, Case
+from engine_cases import CP, TP, Case
 from torch import distributed as dist
 from worker_lines import run_worker
 
@@ -27,12 +27,13 @@ from optimus.models.kernels import KERNELS
 
 ROOT = Path(__file__).parent.parent
 TINY, LARGE = "cpu/tiny-vl", "paper/strong-3072"
-BY_NAME = {case.name: case for case in TP}
+BY_NAME = {case.name: case for case in (*TP, *CP)}
 QUICK = ("tp: selective, split",)
 OTHERS = (
     "tp: two stages", "tp: two stages, encoder too", "tp: two replicas", "tp: zero-bubble", "tp: full",
     "tp: full, split", "tp: attention again", "tp: four", "tp: odd numbers", "tp: two encoders",
     "tp: frozen trunk", "tp: frozen llm", "tp: interleaved", "tp: eight: pp 2 x tp 2 x dp 2, two encoders",
+    "cp: cp 2 x pp 2", "cp: cp 2 x tp 2, zero-bubble, recomputed",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ CASES = [
     "sharded tp: two stages, encoder too",
     "sharded: zero-bubble, tied, dropout, two encoders",
     "dealt: tp 2 x dp 2, encoder too",
+    "sharded cp: cp 2 x tp 2",
 ]
 
 # ---------------------------------------------------------------------------- the loss

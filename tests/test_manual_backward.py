@@ -71,7 +71,7 @@ def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     stack = replace(stack, dropout_rate=0.25)
     tp_group = TpGroup(rank=0, size=2 if parts else 1)
     projections: list[LinearSegment] = [
-        QkvSegment(stack, KERNELS, tp_group, **WHERE),
+        QkvSegment(stack, KERNELS, tp_group, joins_kv=False, **WHERE),
         build_attention_out(stack, KERNELS, "out", tp_group, **WHERE),
         MlpUpSegment(stack, KERNELS, tp_group, **WHERE),
         build_mlp_down(stack, KERNELS, "down", tp_group, **WHERE),
@@ -79,7 +79,7 @@ def segments(stack: Stack, *, parts: bool) -> Iterator[tuple[str, Segment]]:
     for projection in projections:
         for parameter in projection.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        for part in projection.tp_segments() if parts else [projection]:
+        for part in projection.parallel_segments() if parts else [projection]:
             if not isinstance(part, TpCollective):
                 yield "-".join(part.kernels), part
 

@@ -56,7 +56,7 @@ def test_four_ranks_compute_what_transformers_does(case: str, dtype: str, steps:
 @pytest.mark.timeout(300)
 def test_deepstack_rows_travel_between_stages() -> None:
     """Rows leave encoder stages before the projector's, and LLM layers behind the first stage add them."""
-    names = "qwen3_vl@stages", "qwen3_vl@recompute"
+    names = "qwen3_vl@stages", "qwen3_vl@recompute", "qwen3_vl@context"
     for line in run_worker("own_worker.py", "float64", "2", *names, timeout_s=290):
         assert "error" not in line, line["error"]
         assert max(line["loss"], line["gradients"], line["losses"]) <= TOLERANCE["float64"], line

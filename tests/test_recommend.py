@@ -173,10 +173,13 @@ def test_a_trainer_gets_only_what_it_runs(job: Job) -> None:
         assert allowed - {"paper"} == set(systems), target
     long = replace(job, layout=replace(job.layout, modules={"llm": PartialLayout(cp=2)}))
     assert restrict_to_target(long, "megatron").layout.of("llm").cp == 2
+    assert restrict_to_target(long, "engine").layout.of("llm").cp == 2
+    stack = job.model.llm.stack
+    both_ways = replace(job.model.llm, stack=replace(stack, attention=replace(stack.attention, causal=False)))
     with pytest.raises(UserError, match="is stated, and the engine of Optimus does not run it"):
-        restrict_to_target(long, "engine")
+        restrict_to_target(replace(long, model=replace(long.model, llm=both_ways)), "engine")
     single = restrict_to_target(job, "engine").layout.of("llm")
-    assert (single.cp, single.ep) == (1, 1) and single.tp == job.layout.of("llm").tp
+    assert single.ep == 1 and single.tp == job.layout.of("llm").tp
     with pytest.raises(UserError, match="is not a trainer"):
         restrict_to_target(job, "nemo")
     planned = plan_job(restrict_to_target(job, "megatron"), draws=0, batches=2)

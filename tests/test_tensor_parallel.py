@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,16 @@ from torch import Tensor
 from worker_lines import run_worker
 
 from optimus.engine.build_rank import choose_recompute_mode, find_layer_ranges
-from optimus.engine.rank_batch import BinRows, route_encoder_rows
+from optimus.engine.process_groups import build_cp_group, build_tp_group
+from optimus.engine.rank_batch import BinRows, RowPlaces, route_encoder_rows
 from optimus.errors import UserError
 from optimus.ir.op import OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.models import phase_order
-from optimus.models.build import build_layers, insert_tp_collectives
+from optimus.models.build import build_layers, insert_collectives
 from optimus.models.chunk import SegmentedChunk
-from optimus.models.collectives import ParamSplit, TpGroup
+from optimus.models.collectives import NO_TP, ParamSplit, TpGroup
 from optimus.models.microbatch_inputs import SeamRoute
 from optimus.models.phase_order import SKIPPED_IN_RECOMPUTE, place_phases
 from optimus.verify.validator import check_plan
@@ -103,12 +105,13 @@ def check_launches(case: Case) -> None:
         plan, name = case.plan, module.name
         for rank in range(case.ranks):
             stage = plan.ranks.stage_of(name, plan.ranks.class_of(rank))
-            tp_group = TpGroup(rank=plan.ranks.place(name, rank).tp, size=plan.modules[name].layout.tp)
+            tp_group, cp_group = build_tp_group(plan, name, rank), build_cp_group(plan, name, rank)
+            ranks: dict[str, Any] = {"tp_group": tp_group, "cp_group": cp_group}
             for number, (first, end) in enumerate(find_layer_ranges(plan, module, rank)):
                 layers = build_layers(
-                    module, dtype=torch.bfloat16, device="meta", first=first, end=end, tp_group=tp_group
+                    module, dtype=torch.bfloat16, device="meta", first=first, end=end, **ranks
                 )
-                cut = [insert_tp_collectives(layer) if tp_group.size > 1 else layer for layer in layers]
+                cut = [insert_collectives(layer) for layer in layers]
                 if name == LLM and first == 0 and plan.dealing_replicas > 1:
                     replicas = TpGroup(rank=0, size=plan.dealing_replicas)
                     cut[0] = [layers[0][0].make_exchange(replicas, "deal"), *cut[0]]
@@ -134,7 +137,8 @@ def drawn(kind: OpKind) -> list[str]:
     """Phases of an op as the docstring of `phase_order` draws them: three columns, the third with I and W."""
     columns = [(0, 30), (30, 60), (60, 90)]
     column = {OpKind.FORWARD: 0, OpKind.BACKWARD: 1, OpKind.INPUT_GRAD: 2, OpKind.WEIGHT_GRAD: 2}[kind]
-    lines = [line[4:] for line in (phase_order.__doc__ or "").splitlines() if "|- " in line]
+    drawing, _, _ = (phase_order.__doc__ or "").partition("With context parallelism")
+    lines = [line[4:] for line in drawing.splitlines() if "|- " in line]
     begin, end = columns[column]
     cells = [line[begin:end].strip() for line in lines]
     if kind in (OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD):
@@ -152,7 +156,7 @@ def test_the_phases_of_a_layer_are_those_of_the_drawing(kind: OpKind) -> None:
     marks = {OpKind.LAUNCH: "< ", OpKind.WAIT: "> "}
     phases = [
         marks.get(phase.kind, "") + phase.kernels[0]
-        for phase in SegmentedChunk([insert_tp_collectives(layer)]).phases(kind, 0)
+        for phase in SegmentedChunk([insert_collectives(layer)]).phases(kind, 0)
     ]
     assert phases == drawn(kind)
 
@@ -246,7 +250,12 @@ def test_every_row_reaches_its_replica_and_place_and_no_other(given: DealtRows) 
     size, replicas = given.size, given.replicas
     routes = {
         (replica, rank): route_encoder_rows(
-            given.seen_by(replica), TpGroup(rank=rank, size=size), replica, replicas, given.length
+            given.seen_by(replica),
+            RowPlaces.contiguous(given.length, size),
+            TpGroup(rank=rank, size=size),
+            NO_TP,
+            replica,
+            replicas,
         )
         for replica in range(replicas)
         for rank in range(size)
@@ -264,16 +273,16 @@ def test_every_row_reaches_its_replica_and_place_and_no_other(given: DealtRows) 
     if replicas > 1:
         for rank in range(size):
             group = [(replica, rank) for replica in range(replicas)]
-            deals = [routes[at].deal for at in group]
-            held |= zip(group, exchange([held[at] for at in group], deals), strict=True)  # type: ignore[arg-type]
+            deals = [routes[at][0]["deal"] for at in group]
+            held |= zip(group, exchange([held[at] for at in group], deals), strict=True)
     if size > 1:
         for replica in range(replicas):
             group = [(replica, rank) for rank in range(size)]
-            seams = [routes[at].seam for at in group]
-            held |= zip(group, exchange([held[at] for at in group], seams), strict=True)  # type: ignore[arg-type]
+            seams = [routes[at][0]["tp"] for at in group]
+            held |= zip(group, exchange([held[at] for at in group], seams), strict=True)
     found = {}
     for (replica, rank), rows in held.items():
-        targets = torch.cat([*routes[replica, rank].targets, torch.empty(0, dtype=torch.int64)])
+        targets = torch.cat([*routes[replica, rank][1], torch.empty(0, dtype=torch.int64)])
         for number, target in zip(rows.tolist(), targets.tolist(), strict=True):
             if target < given.length:
                 found[number] = replica, rank * (given.length // size) + target
