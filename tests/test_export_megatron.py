@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from export_cases import parsed, planned, uneven_plan, with_llm, words
 
-from optimus.exporters import megatron
+from optimus.exporters import megatron, megatron_config
 from optimus.exporters.megatron import list_model_flags
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.exporters.targets import export_plan
@@ -170,7 +170,7 @@ def test_shapes_of_experts_and_latent_attention(uneven: Plan, model: str, on: st
 def test_uneven_cuts_as_megatron_core_reads_them(layers: list[int], words: str) -> None:
     module = "megatron.core.transformer.pipeline_parallel_layer_layout"
     reader = pytest.importorskip(module, exc_type=ImportError).PipelineParallelLayerLayout
-    assert megatron.format_pipeline_layout(layers) == words
+    assert megatron_config.format_pipeline_layout(layers) == words
     read = reader(words, pipeline_model_parallel_size=1)
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=0)
     assert [len([t for t in stage if t.name == "decoder"]) for stage in read.layout[0]] == layers

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimus.exporters.plan_facts import PlanFacts
+from optimus.exporters.rank_groups import describe_rank_groups
 from optimus.ir.plan import Plan
 
 
@@ -66,6 +67,27 @@ def find_fastest_system(plan: Plan, systems: Sequence[str]) -> TargetStepTime | 
     return TargetStepTime(system=fastest, step_s=step_s, over_plan=step_s / plan.claims.step_s)
 
 
+def build_export(
+    plan: Plan,
+    *,
+    target: str,
+    version: str,
+    systems: Sequence[str],
+    files: Mapping[str, str],
+    unsupported: Sequence[UnsupportedFeature],
+) -> ExportedPlan:
+    """Returns the export with the rank groups and the step times of what the target can run."""
+    return ExportedPlan(
+        plan=plan,
+        target=target,
+        version=version,
+        files={**files, "ranks.json": format_json(describe_rank_groups(plan))},
+        not_supported=tuple(unsupported),
+        as_written=find_fastest_system(plan, written_system(plan)),
+        best_there=find_fastest_system(plan, systems),
+    )
+
+
 EMPTY_ENDS = UnsupportedFeature(
     what="a first or last virtual stage without layers",
     why="it keeps the embedding in the first and the head in the last; the files say so",
@@ -103,11 +125,12 @@ def describe_limitations(
 
 
 def list_unsupported_encoder_features(
-    facts: PlanFacts, *, stages: str, layout: str
+    facts: PlanFacts, *, stages: str, layout: str, splits_over_cp: bool = False
 ) -> list[UnsupportedFeature]:
     """Returns the encoder features that a trainer with encoders in the first stage only cannot run.
 
-    `stages` and `layout` are the target's own reasons against several stages and a layout per module.
+    `stages` and `layout` are the target's own reasons against several stages and a layout per module;
+    `splits_over_cp` is True if it splits an encoder's batch over the LLM's context-parallel ranks.
     """
     llm, unsupported = facts.layout, list[UnsupportedFeature]()
     if facts.plan.encoders and facts.plan.strategy not in ("stage0", "fsdp"):
@@ -115,11 +138,11 @@ def list_unsupported_encoder_features(
         unsupported.append(UnsupportedFeature(what="encoder work in the LLM's idle time", why=why))
     for name, module in facts.plan.encoders.items():
         encoder = module.layout
-        if encoder.pp > 1:
+        if encoder.pp > 1 and facts.plan.strategy != "stage0":  # which has all its layers in the first
             unsupported.append(
                 UnsupportedFeature(what=f"{name} over {encoder.pp} pipeline stages", why=stages)
             )
-        if (encoder.tp, encoder.pp) != (llm.tp, llm.pp) or llm.cp > 1:
+        if (encoder.tp, encoder.pp) != (llm.tp, llm.pp) or (llm.cp > 1 and not splits_over_cp):
             unsupported.append(
                 UnsupportedFeature(what=f"{name} in a layout of its own ({encoder})", why=layout)
             )
@@ -146,3 +169,19 @@ def _laid_out(value: Any, indent: str) -> str:
         return "[\n" + ",\n".join(f"{deeper}{item}" for item in items) + f"\n{indent}]"
     entries = [f"{deeper}{json.dumps(name)}: {_laid_out(item, deeper)}" for name, item in value.items()]
     return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+
+
+def format_python_dict(fields: dict[str, Any]) -> str:
+    """Returns a dict as Python source, one entry per line."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, list):
+            rows = "".join(f"        {_python_value(row)},\n" for row in value)
+            lines.append(f'    "{name}": [\n{rows}    ],')
+        else:
+            lines.append(f'    "{name}": {_python_value(value)},')
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _python_value(value: Any) -> str:
+    return repr(value).replace("'", '"')

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from optimus.exporters.exported_plan import (
-    EMPTY_ENDS,
     ExportedPlan,
     UnsupportedFeature,
+    build_export,
     describe_limitations,
-    find_fastest_system,
     format_comment_lines,
-    format_json,
     list_unsupported_encoder_features,
-    written_system,
+)
+from optimus.exporters.megatron_config import (
+    build_ddp_fields,
+    build_parallel_fields,
+    build_recompute_fields,
+    find_pipeline_layout,
+    list_approximations,
+    list_unsupported_orders,
 )
 from optimus.exporters.plan_facts import PlanFacts
-from optimus.exporters.rank_groups import describe_rank_groups
-from optimus.ir.plan import Span
 
 VERSION = "megatron-core 0.16.1"
 ARGUMENTS = "megatron.args"
 # Encoders inside the first pipeline stage, and Megatron-FSDP. All layers as one pipeline are not there (its
 # pipeline layout refuses encoder layers), nor three phases, nor encoders on GPUs of their own.
 SYSTEMS = ("stage0", "fsdp")
-ORDERS = ("1f1b", "interleaved")
 OTHER_LAYERS = tuple(  # fields of layers that the arguments do not state
     f"llm.{field}"
     for field in (
@@ -51,14 +55,13 @@ def export_megatron(facts: PlanFacts) -> ExportedPlan:
     head = [f"{plan.name}: the LLM of this plan, for Megatron-LM ({VERSION}), on {plan.ranks.world} GPUs."]
     head += [*USE, *describe_limitations(plan, "Megatron-LM", unsupported, SYSTEMS)]
     lines = [*format_comment_lines(head), *(" ".join(flag) for flag in _list_flags(facts))]
-    return ExportedPlan(
-        plan=plan,
+    return build_export(
+        plan,
         target="megatron",
         version=VERSION,
-        files={ARGUMENTS: "\n".join(lines) + "\n", "ranks.json": format_json(describe_rank_groups(plan))},
-        not_supported=tuple(unsupported),
-        as_written=find_fastest_system(plan, written_system(plan)),
-        best_there=find_fastest_system(plan, SYSTEMS),
+        systems=SYSTEMS,
+        files={ARGUMENTS: "\n".join(lines) + "\n"},
+        unsupported=unsupported,
     )
 
 
@@ -73,44 +76,28 @@ def _list_flags(facts: PlanFacts) -> list[Flag]:
     ]
 
 
+def _to_flags(fields: dict[str, Any]) -> list[Flag]:
+    """Returns fields as flags; a True is a flag without a value, a False none."""
+    flags = list[Flag]()
+    for name, value in fields.items():
+        if value is not False:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            flags.append((f"--{name.replace('_', '-')}", *map(str, values)))
+    return flags
+
+
 def _parallel(facts: PlanFacts) -> list[Flag]:
-    layout = facts.layout
-    arguments: list[Flag] = [
-        ("--tensor-model-parallel-size", str(layout.tp)),
-        ("--pipeline-model-parallel-size", str(layout.pp)),
-        ("--context-parallel-size", str(layout.cp)),
-    ]
-    if facts.get("model", "llm.stack.experts.count") is not None:  # an expert is never tensor-parallel
-        arguments += [
-            ("--expert-model-parallel-size", str(layout.ep)),
-            ("--expert-tensor-parallel-size", "1"),
-        ]
-    if layout.tp > 1:
-        arguments.append(("--sequence-parallel",))
-    arguments.append(("--use-distributed-optimizer",))
-    if facts.is_fsdp:
-        shared = "optim_grads_params" if facts.gathered_per > Span.STEP else "optim_grads"
-        arguments += [("--use-megatron-fsdp",), ("--data-parallel-sharding-strategy", shared)]
-    if layout.replica_ranks > 1:
-        arguments += [("--overlap-grad-reduce",), ("--overlap-param-gather",)]
-    return arguments
+    return _to_flags({**build_parallel_fields(facts), **build_ddp_fields(facts)})
 
 
 def _pipeline(facts: PlanFacts) -> list[Flag]:
     """Returns no flag for even stages without virtual ones, a layout string where stages are unequal."""
-    layout, layers = facts.layout, facts.layers_of_virtual_stages()
-    if layout.pp == 1:
+    layout, cut = facts.layout, find_pipeline_layout(facts)
+    if cut is not None:
+        return [("--pipeline-model-parallel-layout", cut)]
+    if layout.pp == 1 or layout.chunks == 1:
         return []
-    if len(set(layers)) > 1:
-        return [("--pipeline-model-parallel-layout", format_pipeline_layout(layers))]
-    return [("--num-layers-per-virtual-pipeline-stage", str(layers[0]))] if layout.chunks > 1 else []
-
-
-def format_pipeline_layout(layers: list[int]) -> str:
-    """Returns e.g. `Ettt|tttt|ttL` (E embedding, t layer, L head); no shell expands it."""
-    stages = ["t" * count for count in layers]
-    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
-    return "|".join(stages)
+    return [("--num-layers-per-virtual-pipeline-stage", str(facts.layers_of_virtual_stages()[0]))]
 
 
 def _batch(facts: PlanFacts) -> list[Flag]:
@@ -121,25 +108,7 @@ def _batch(facts: PlanFacts) -> list[Flag]:
 
 
 def _recompute(facts: PlanFacts) -> list[Flag]:
-    """Returns the recomputation flags.
-
-    Selective recomputes attention scores where they are stored, else norms and MLPs: Megatron-LM has no flag
-    for non-linearities alone.
-    """
-    if facts.recompute == "full":
-        return [
-            ("--recompute-granularity", "full"),
-            ("--recompute-method", "uniform"),
-            ("--recompute-num-layers", "1"),
-        ]
-    if facts.recompute != "selective":
-        return []
-    modules = ["layernorm", "mlp"] if facts.fused_attention else ["core_attn"]
-    extra: list[Flag] = []
-    if facts.fused_attention and facts.get("model", "llm.stack.experts.count") is not None:
-        modules = ["layernorm", "moe_act"]
-        extra = [("--moe-grouped-gemm",)]  # without which moe_act is refused
-    return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules), *extra]
+    return _to_flags(build_recompute_fields(facts))
 
 
 # ---------------------------------------------------------------------------- shape of the LLM
@@ -209,7 +178,7 @@ def _latent(facts: PlanFacts) -> list[Flag]:
 
 def _experts(facts: PlanFacts) -> list[Flag]:
     experts = "llm.stack.experts"
-    if facts.get("model", f"{experts}.count") is None:
+    if not facts.has_experts:
         return []
     arguments = [
         _size("--num-experts", facts, f"{experts}.count"),
@@ -255,18 +224,7 @@ def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
         layout=f"it gives an encoder the LLM's tensor parallelism (tp{facts.layout.tp}); layouts per "
         "module are in MIMO's later, experimental versions only",
     )
-    if plan.order not in ORDERS:
-        fallback = "interleaved 1F1B" if facts.layout.chunks > 1 else "1F1B"
-        unsupported.append(
-            UnsupportedFeature(what=f"the LLM's order {plan.order}", why=f"it runs {fallback} instead")
-        )
-    if facts.layout.pp > 1 and facts.layout.chunks > 1 and plan.microbatches % facts.layout.pp:
-        unsupported.append(
-            UnsupportedFeature(
-                what=f"{plan.microbatches} microbatches in virtual stages",
-                why=f"it refuses a number that is not a multiple of pp = {facts.layout.pp}",
-            )
-        )
+    unsupported += list_unsupported_orders(facts)
     if any(name.startswith(OTHER_LAYERS) for name in plan.bound_to.get("model", {})):
         why = "the arguments state one kind of layer, with attention and MLP or experts alone"
         unsupported.append(UnsupportedFeature(what="the LLM's layers of other kinds", why=why))
@@ -276,12 +234,4 @@ def _list_unsupported(facts: PlanFacts) -> list[UnsupportedFeature]:
     if constants:
         what = f"the LLM's constants {', '.join(constants)}"
         unsupported.append(UnsupportedFeature(what=what, why="the arguments do not state them: add them"))
-    if facts.has_empty_ends:
-        unsupported.append(EMPTY_ENDS)
-    if facts.recompute == "selective" and facts.fused_attention:
-        if facts.get("model", "llm.stack.experts.count") is None:
-            why = "the arguments recompute norms and whole MLPs: as little memory, more time"
-        else:
-            why = "the arguments recompute norms and the experts' non-linearities, not those of dense MLPs"
-        unsupported.append(UnsupportedFeature(what="recomputing only norms and non-linearities", why=why))
-    return unsupported
+    return unsupported + list_approximations(facts)

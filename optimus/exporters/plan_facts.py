@@ -85,6 +85,10 @@ class PlanFacts:
         return self.count("llm.stack.layers")
 
     @property
+    def has_experts(self) -> bool:
+        return self.get("model", "llm.stack.experts.count") is not None
+
+    @property
     def sequence_tokens(self) -> int:
         return self.count("sequence_tokens", part="workload")
 

@@ -8,15 +8,13 @@ from optimus.exporters.exported_plan import (
     EMPTY_ENDS,
     ExportedPlan,
     UnsupportedFeature,
+    build_export,
     describe_limitations,
-    find_fastest_system,
     format_comment_lines,
-    format_json,
+    format_python_dict,
     list_unsupported_encoder_features,
-    written_system,
 )
 from optimus.exporters.plan_facts import PlanFacts
-from optimus.exporters.rank_groups import describe_rank_groups
 from optimus.ir.plan import Span
 
 VERSION = "torchtitan 0.3.0"
@@ -65,21 +63,17 @@ def export_torchtitan(facts: PlanFacts) -> ExportedPlan:
     head += [*USE, *describe_limitations(plan, "torchtitan", unsupported, SYSTEMS)]
     body = BODY.format(
         layers=facts.layers,
-        parallelism=_literal(build_parallelism_fields(facts)),
-        training=_literal(build_training_fields(facts)),
+        parallelism=format_python_dict(build_parallelism_fields(facts)),
+        training=format_python_dict(build_training_fields(facts)),
         policy=POLICIES[facts.recompute],
     )
-    return ExportedPlan(
-        plan=plan,
+    return build_export(
+        plan,
         target="torchtitan",
         version=VERSION,
-        files={
-            CONFIG: "\n".join(format_comment_lines(head)) + "\n" + body,
-            "ranks.json": format_json(describe_rank_groups(plan)),
-        },
-        not_supported=tuple(unsupported),
-        as_written=find_fastest_system(plan, written_system(plan)),
-        best_there=find_fastest_system(plan, SYSTEMS),
+        systems=SYSTEMS,
+        files={CONFIG: "\n".join(format_comment_lines(head)) + "\n" + body},
+        unsupported=unsupported,
     )
 
 
@@ -167,19 +161,3 @@ def _not_supported_of_pipeline(facts: PlanFacts) -> list[UnsupportedFeature]:
             UnsupportedFeature(what="gradients reduced in bf16", why="it reduces them in float32")
         )
     return unsupported
-
-
-def _literal(fields: dict[str, Any]) -> str:
-    """Returns a dict as Python source, one entry per line."""
-    lines = []
-    for name, value in fields.items():
-        if isinstance(value, list):
-            rows = "".join(f"        {_row(row)},\n" for row in value)
-            lines.append(f'    "{name}": [\n{rows}    ],')
-        else:
-            lines.append(f'    "{name}": {_row(value)},')
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-def _row(value: Any) -> str:
-    return repr(value).replace("'", '"')
