@@ -95,6 +95,7 @@ class SearchLimits:
 
     microbatch_sequences: tuple[Count, ...] = (1, 2)
     max_pp: Count | None = None
+    split_images: bool = True  # over the TP ranks of an LLM stage that hold replicas of an encoder
     allow: tuple[AllowedSystem, ...] = get_args(AllowedSystem)
 
 

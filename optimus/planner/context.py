@@ -228,7 +228,7 @@ class PlanningContext:
 
         Images of a microbatch are split over the LLM's context-parallel ranks. A small encoder wastes a wide
         TP group; then every rank holds a replica and takes a share of the images, as trainers with small
-        vision towers do. The faster of the two is taken.
+        vision towers do. The faster of the two is taken, unless the job's limits rule out such a split.
         """
 
         def price(tp: int) -> tuple[PricedLayer, ...]:
@@ -239,7 +239,8 @@ class PlanningContext:
 
         sharded = price(layout.tp)
         replica_bytes = encoder.parameters() * self.job.model.precision.parameter_bytes
-        if layout.tp == 1 or replica_bytes > SMALL_ENCODER_SHARE * self.capacity_bytes:
+        too_large = replica_bytes > SMALL_ENCODER_SHARE * self.capacity_bytes
+        if layout.tp == 1 or too_large or not self.job.layout.limits.split_images:
             return sharded
         replicated = price(1)
         key = "on LLM stage", encoder.name, layout, sequences, recompute
