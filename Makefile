@@ -17,6 +17,7 @@ setup:  ## a virtual environment in .venv with everything to develop and test
 	$(BASE_PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --no-deps megatron-core==0.16.1
+	$(PIP) --no-deps --ignore-requires-python megatron-bridge==0.6.2
 	$(PIP) --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torchdata==0.11.0 tensorboard==2.21.0
 	$(PIP) -e '.[dev]'
 

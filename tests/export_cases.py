@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from plan_by_hand import plan_by_hand
@@ -15,6 +18,7 @@ from optimus.exporters.targets import TARGETS
 from optimus.ir.binding import flatten_and_hash_parts, list_bound_parts
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.read import find_job
 from optimus.planner.layouts import choose_smallest_context
@@ -24,6 +28,13 @@ from optimus.planner.systems.fsdp import FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 
 LAYERS = (3, 3, 3, 4, 2, 3, 3, 3, 3, 3, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 3)  # and two ends
+DATA = Path(__file__).parent / "data"
+FORMS: dict[str, Any] = json.loads((DATA / "released_forms.json").read_text())
+FORMS |= {
+    path.name.removesuffix("_config.json").partition("--")[2]: json.loads(path.read_text())
+    for path in (DATA / "configs").glob("*_config.json")
+    if "vision_config" in json.loads(path.read_text())
+}
 
 
 @cache
@@ -51,6 +62,39 @@ def uneven_plan() -> Plan:
     modules[LLM] = replace(modules[LLM], chunks=chunks)
     fields, hashes = flatten_and_hash_parts(list_bound_parts(find_job("paper/small-a100", None)))
     return replace(plan, order="interleaved", modules=modules, bound_to=fields, hashes=hashes)
+
+
+@cache
+def job_of(form: str) -> Job:
+    """A job of a model in the test data or the catalog."""
+    if form not in FORMS:
+        return find_job(form, "h100:64")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(FORMS[form]))
+        return find_job(str(path), "h100:64")
+
+
+def stage0_plan(form: str, layout: Layout, *, recompute: str = "none", uneven: bool = False) -> Plan:
+    """A plan of `stage0` made by hand; uneven, its virtual stages hold embedding and head as layers."""
+    job, encoder = job_of(form), replace(layout, dp=layout.dp * layout.cp, cp=1, ep=1)
+    stages, layers = layout.virtual_stages, job.model.llm.stack.layers + (2 if uneven else 0)
+    counts = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    if not uneven:
+        counts[0] += 1
+        counts[-1] += 1
+    plan = plan_by_hand(layout, encoder, microbatches=8, name="paper/small-a100")
+    llm, vision = plan.modules[LLM], plan.modules["enc0"]
+    chunks = tuple(replace(llm.chunks[0], layers=count) for count in counts)
+    modules = {
+        "vision": replace(vision, recompute=recompute),
+        LLM: replace(llm, recompute=recompute, chunks=chunks),
+    }
+    fields, hashes = flatten_and_hash_parts(list_bound_parts(job))
+    order = "interleaved" if layout.chunks > 1 else "1f1b"
+    return replace(
+        plan, strategy="stage0", order=order, modules=modules, bound_to=fields, hashes=hashes, notes={}
+    )
 
 
 def export_unproven(plan: Plan, target: str) -> ExportedPlan:

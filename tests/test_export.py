@@ -42,7 +42,7 @@ def whats(plan: Plan, target: str) -> list[str]:
 
 
 def test_what_the_targets_cannot_run_is_said(uneven: Plan) -> None:
-    for target in ("megatron", "torchtitan"):
+    for target in ("megatron", "bridge", "torchtitan"):
         found = whats(uneven, target)
         assert found[0] == "encoder work in the LLM's idle time"
         assert "vision in a layout of its own (dp8 pp1 tp1)" in found
@@ -61,10 +61,13 @@ def test_what_the_targets_cannot_run_is_said(uneven: Plan) -> None:
             LLM: uneven.modules[LLM],
         },
     )
-    assert {
-        "vision over 4 pipeline stages",
-        "vision in 2 pieces per microbatch of the LLM",
-    } <= set(whats(staged, "megatron"))
+    for target in ("megatron", "bridge"):
+        assert {
+            "vision over 4 pipeline stages",
+            "vision in 2 pieces per microbatch of the LLM",
+        } <= set(whats(staged, target))
+    in_first = replace(staged, strategy="stage0")
+    assert "vision over 4 pipeline stages" not in whats(in_first, "megatron")
 
 
 def test_a_plan_of_fsdp_is_written_as_it_is() -> None:
@@ -80,7 +83,7 @@ def test_a_plan_of_fsdp_is_written_as_it_is() -> None:
         assert f'"fsdp_reshard_after_forward": "{reshards}"' in "".join(
             export_unproven(plan, "torchtitan").files.values()
         )
-        for target in ("megatron", "torchtitan"):
+        for target in ("megatron", "bridge", "torchtitan"):
             assert "encoder work in the LLM's idle time" not in whats(plan, target)
             written = export_unproven(plan, target).as_written
             assert written is not None and (written.system, written.over_plan) == ("fsdp", 1.0)
@@ -98,7 +101,7 @@ def test_embedding_and_head_stay_at_the_ends(uneven: Plan) -> None:
     assert "a first or last virtual stage without layers" in whats(plan, "torchtitan")
 
 
-@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan"])
 def test_the_best_of_what_the_target_can_run(uneven: Plan, target: str) -> None:
     def best(**notes: object) -> Any:
         return export_unproven(replace(uneven, notes={**uneven.notes, **notes}), target).best_there
@@ -141,7 +144,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan"])
 def test_the_json_has_the_contracts_keys(
     plan_file: Path, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

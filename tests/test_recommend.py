@@ -16,13 +16,15 @@ from test_batches import few_layers, uneven
 import optimus
 from optimus.cli import run
 from optimus.cli.flags import OK
+from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.exporters import targets
 from optimus.ir.planfile import load_plan
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
-from optimus.job.targets import restrict_to_target
+from optimus.job.targets import TARGETS, restrict_to_target
+from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, is_allowed, load_system
 from optimus.sensitivity.batch_steps import BatchStepTimes
@@ -167,6 +169,7 @@ def test_the_library_plans_the_recommended_system() -> None:
 
 
 def test_a_trainer_gets_only_what_it_runs(job: Job) -> None:
+    assert set(TARGETS) == set(SYSTEMS_OF_TARGETS), "what is exported can be planned for, and the reverse"
     for target, systems in SYSTEMS_OF_TARGETS.items():
         restricted = restrict_to_target(job, target)
         allowed = {n for n in SYSTEMS if load_system(n).makes_plan and is_allowed(n, restricted)}
@@ -178,12 +181,29 @@ def test_a_trainer_gets_only_what_it_runs(job: Job) -> None:
     both_ways = replace(job.model.llm, stack=replace(stack, attention=replace(stack.attention, causal=False)))
     with pytest.raises(UserError, match="is stated, and the engine of Optimus does not run it"):
         restrict_to_target(replace(long, model=replace(long.model, llm=both_ways)), "engine")
+    assert restrict_to_target(long, "bridge").layout.of("llm").cp == 2
+    qwen25 = find_job("qwen2.5-vl-72b", "h100:64", ["llm=cp2"])
+    with pytest.raises(UserError, match="is stated, and Megatron Bridge does not run it"):
+        restrict_to_target(qwen25, "bridge")
+    assert restrict_to_target(find_job("qwen2.5-vl-72b", "h100:64"), "bridge").layout.of("llm").cp == 1
+    assert restrict_to_target(find_job("qwen3-vl-235b", "h100:256"), "bridge").layout.of("llm").cp is None
     single = restrict_to_target(job, "engine").layout.of("llm")
     assert single.ep == 1 and single.tp == job.layout.of("llm").tp
     with pytest.raises(UserError, match="is not a trainer"):
         restrict_to_target(job, "nemo")
     planned = plan_job(restrict_to_target(job, "megatron"), draws=0, batches=2)
     assert set(planned.comparison.systems) == {"llm-only", "fsdp", "stage0"}
+
+
+def test_images_are_split_over_tensor_parallel_ranks_only_for_trainers_that_do() -> None:
+    small = find_job("siglip-so400m-8b", "h100:8", ["llm=pp1,tp4"])
+    for target, tp in (("engine", 1), ("megatron", 4), ("bridge", 4), ("torchtitan", 4)):
+        restricted = restrict_to_target(small, target)
+        context, _ = choose_smallest_context(restricted, get_preset("default"))
+        vision = restricted.model.encoders
+        policy = next(iter(context.recompute_policies(vision)))
+        layout = context.layout.with_(dp=2, pp=1, tp=4)
+        assert context.layers(vision, 1, policy, layout)[0].layout.tp == tp, target
 
 
 # ---------------------------------------------------------------------------- random jobs

@@ -20,10 +20,10 @@ SCHEMA = "optimus.export/1"
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a plan as the arguments of Megatron or torchtitan."""
+    """Write a plan as the arguments of Megatron, Megatron Bridge or torchtitan."""
 
     plan: PlanArgument
-    to: Annotated[str, describe_option(metavar="TARGET", help="megatron or torchtitan")]
+    to: Annotated[str, describe_option(metavar="TARGET", help="megatron, bridge or torchtitan")]
     output: Annotated[
         Path | None,
         describe_option(

@@ -69,7 +69,9 @@ class PlanCommand:
     target: Annotated[
         str | None,
         describe_option(
-            name="for", metavar="TRAINER", help="plan only what this runs: engine, megatron or torchtitan"
+            name="for",
+            metavar="TRAINER",
+            help="plan only what this runs: engine, megatron, bridge or torchtitan",
         ),
     ] = None
     layout: LayoutFlag = ()

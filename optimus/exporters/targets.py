@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optimus.errors import UserError, nearest
-from optimus.exporters import megatron, torchtitan
+from optimus.exporters import bridge, megatron, torchtitan
 from optimus.exporters.exported_plan import ExportedPlan
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.ir.plan import Plan
@@ -13,9 +13,14 @@ from optimus.verify.validator import require_proven_plan
 
 TARGETS: dict[str, Callable[[PlanFacts], ExportedPlan]] = {
     "megatron": megatron.export_megatron,
+    "bridge": bridge.export_bridge,
     "torchtitan": torchtitan.export_torchtitan,
 }
-SYSTEMS = {"megatron": megatron.SYSTEMS, "torchtitan": torchtitan.SYSTEMS}  # that each target can run
+SYSTEMS = {  # that each target can run
+    "megatron": megatron.SYSTEMS,
+    "bridge": bridge.SYSTEMS,
+    "torchtitan": torchtitan.SYSTEMS,
+}
 
 
 def export_plan(plan: Plan, target: str, *, file: str | None = None) -> ExportedPlan:

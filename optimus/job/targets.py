@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from optimus.errors import UserError, nearest
+from optimus.job.bridge_models import find_bridge_model
 from optimus.job.job import Job
 from optimus.job.layout import AllowedSystem
+from optimus.job.model import Model
 from optimus.job.own_layers import find_unsplittable
 
 
@@ -17,13 +19,18 @@ class Target:
     name: str
     allow: tuple[AllowedSystem, ...]
     without: tuple[str, ...] = ()  # axes of a layout along which it does not parallelize
+    split_images: bool = False  # over TP ranks with replicas of an encoder, which is then not tensor-parallel
 
 
 TARGETS = {
     "engine": Target(
-        name="the engine of Optimus", allow=("fill", "balanced", "three-phase", "fsdp"), without=("ep",)
+        name="the engine of Optimus",
+        allow=("fill", "balanced", "three-phase", "fsdp"),
+        without=("ep",),
+        split_images=True,
     ),
     "megatron": Target(name="Megatron-LM", allow=("fsdp",)),
+    "bridge": Target(name="Megatron Bridge", allow=("fsdp",)),
     "torchtitan": Target(name="torchtitan", allow=("fsdp",)),
 }
 
@@ -35,9 +42,7 @@ def restrict_to_target(job: Job, target: str) -> Job:
             field="--for", value=target, problem="is not a trainer", hint=nearest(target, TARGETS)
         )
     trainer, stated = TARGETS[target], job.layout.of("llm")
-    without = trainer.without
-    if target == "engine" and find_unsplittable(job.model.llm) is not None:
-        without += ("cp",)
+    without = _list_missing_axes(target, job.model)
     for axis in without:
         size = getattr(stated, axis)
         if size not in (None, 1):
@@ -49,6 +54,15 @@ def restrict_to_target(job: Job, target: str) -> Job:
             )
     single = replace(stated, **dict.fromkeys(without, 1))
     allowed = tuple(word for word in job.layout.limits.allow if word in trainer.allow)
-    limits = replace(job.layout.limits, allow=allowed)
+    split_images = trainer.split_images and job.layout.limits.split_images
+    limits = replace(job.layout.limits, allow=allowed, split_images=split_images)
     modules = {**job.layout.modules, "llm": single} if without else job.layout.modules
     return replace(job, layout=replace(job.layout, modules=modules, limits=limits))
+
+
+def _list_missing_axes(target: str, model: Model) -> tuple[str, ...]:
+    """Returns the axes along which the trainer, or its code of this model, does not parallelize."""
+    known = find_bridge_model(model) if target == "bridge" else None
+    without_cp = known is not None and not known.family.context_parallel
+    without_cp |= target == "engine" and find_unsplittable(model.llm) is not None
+    return (*TARGETS[target].without, "cp") if without_cp else TARGETS[target].without
