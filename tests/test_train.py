@@ -27,7 +27,7 @@ from optimus.engine.config import TrainingConfig
 from optimus.engine.run_section import read_training_config
 from optimus.errors import UserError
 from optimus.job.data_source import DataSource
-from optimus.planner.planning import make_plan
+from optimus.job.targets import restrict_to_target
 
 TINY = "cpu/tiny-vl"
 CATALOG = ROOT / "optimus" / "catalog" / "jobs" / "cpu" / "tiny-vl.yaml"
@@ -44,7 +44,8 @@ class PlanningResult:
 def planned(tmp_path_factory: pytest.TempPathFactory) -> PlanningResult:
     """A plan for the job, and a job that it is not for."""
     folder = tmp_path_factory.mktemp("planned")
-    optimus.save_plan(make_plan(optimus.find_job(TINY), systems=()).plan, folder / "tiny.plan.json")
+    job = restrict_to_target(optimus.find_job(TINY), "engine")
+    optimus.save_plan(optimus.plan(job, draws=0).plan, folder / "tiny.plan.json")
     text = CATALOG.read_text()
     assert text.count("vocab: 512") == 1
     (folder / "other.yaml").write_text(text.replace("vocab: 512", "vocab: 640"))
@@ -287,7 +288,7 @@ def test_an_interruption_ends_all_ranks_quietly(planned: PlanningResult, tmp_pat
         assert not any(map(alive, ranks))
         assert "Traceback" not in err and "failed" not in err
         assert (
-            out.startswith(f"job            {TINY} on 2 ranks; predicted step ")
+            out.startswith(f"job            {TINY} on 2 ranks; balanced-best; predicted step ")
             and len(out.splitlines()) == 1
         )
     finally:

@@ -56,7 +56,9 @@ def train(
     """
     from optimus.engine.run_section import read_training_config
     from optimus.job.own_layers import refuse_untrainable
-    from optimus.planner.planning import PlanningResult, make_plan
+    from optimus.job.targets import restrict_to_target
+    from optimus.planner.planning import PlanningResult
+    from optimus.sensitivity.recommend import plan_job
     from optimus.verify.validator import require_valid_plan
 
     require_torch()
@@ -79,7 +81,7 @@ def train(
     if job.data is not None:
         refuse_other_lengths(job, open_data(job.data, progress=ignore_progress).index)
     if plan is None:
-        plan = make_plan(job, profile=profile, systems=())
+        plan = plan_job(restrict_to_target(job, "engine"), profile=profile, draws=0)
     if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.cost_model.profile, plan.plan
     require_valid_plan(plan, job, profile)

@@ -319,7 +319,7 @@ class TrainCommand:
         return not self.quiet and (place is None or place.rank == 0)
 
     def _plan(self, job: Job, profile: Profile | None) -> Plan:
-        """Loads the plan that was named and checks that it is for this job, or makes a new one."""
+        """Loads the plan that was named and checks that it is for this job, or plans what is recommended."""
         from optimus.verify.validator import require_valid_plan
 
         if self.plan is not None:
@@ -328,7 +328,8 @@ class TrainCommand:
             plan = load_plan(self.plan)
             require_valid_plan(plan, job, profile, file=str(self.plan))
             return plan
-        from optimus.planner.planning import make_plan
+        from optimus.job.targets import restrict_to_target
+        from optimus.sensitivity.recommend import plan_job
 
         with ExitStack() as stack:
             progress = (
@@ -336,8 +337,13 @@ class TrainCommand:
             )
             if self._shows_progress:
                 stack.enter_context(announce_compilation())
-            plan = make_plan(
-                job, assumptions=self.preset, profile=profile, systems=(), progress=progress
-            ).plan
+            planned = plan_job(
+                restrict_to_target(job, "engine"),
+                assumptions=self.preset,
+                profile=profile,
+                draws=0,
+                progress=progress,
+            )
+        plan = planned.plan
         require_valid_plan(plan, job, profile)
         return plan

@@ -55,7 +55,7 @@ def _is_calibrated(plan: Plan) -> bool:
 def format_predicted_step(plan: Plan) -> str:
     """Formats the step that a plan claims, before it runs."""
     how = "by the profile" if _is_calibrated(plan) else "uncalibrated"
-    return f"predicted step {plan.claims.step_s:.3g} s ({how})"
+    return f"{plan.strategy}; predicted step {plan.claims.step_s:.3g} s ({how})"
 
 
 def format_train_summary(
