@@ -237,6 +237,8 @@ def broken_promises(planned: RecommendedPlan) -> Iterator[str]:
     fastest_s = min(recommendation.drawn[name].mean_s for name in recommendation.planned)
     if recommendation.steps.mean_s > 1.02 * fastest_s:
         yield f"{recommendation.name} is beyond the margin"
+    if planned.comparison.floor_1f1b_s < planned.floor_s:
+        yield f"1F1B is below the floor: {planned.comparison.floor_1f1b_s} s of {planned.floor_s}"
     for name, system in systems.items():
         if system.step_s < (1 - 1e-9) * planned.floor_s:
             yield f"{name} is below the floor: {system.step_s} s of {planned.floor_s}"

@@ -20,7 +20,7 @@ from optimus.planner.systems.base import (
     SimulatedSystem,
     simulate_step_s,
 )
-from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allowed, load_system
 from optimus.planner.systems.today import TodaySystem
 from optimus.protocols import System
@@ -95,8 +95,7 @@ def compare_systems(
     searched = [LlmPipelines(context.with_assumptions(assumed)) for context in ranked.contexts]
     best = _BestOverLayouts(checked, searched, progress)
     fastest_llm = best.price_llm_alone()
-    llm_only = best.simulate("llm-only")
-    assert isinstance(llm_only, SimulatedSystem), "the LLM fits at the layouts that are compared"
+    llm_only, floor_1f1b_s = best.simulate_floor()
     outcomes = {name: best.simulate(name) for name in checked}
     return Comparison(
         job=job,
@@ -105,7 +104,7 @@ def compare_systems(
         systems={name: system for name, system in outcomes.items() if isinstance(system, SimulatedSystem)},
         missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
         llm_only=llm_only,
-        floor_1f1b_s=best.floor_1f1b_s(),
+        floor_1f1b_s=floor_1f1b_s,
         rejected=ranked.rejected,
         considered=ranked.considered,
         compared=len(searched),
@@ -154,13 +153,18 @@ class _BestOverLayouts:
             raise refusals[0]
         return self.possible[0]
 
-    def floor_1f1b_s(self) -> float:
-        """Simulates the LLM alone with (interleaved) 1F1B at its best layout."""
-        step_s = inf
+    def simulate_floor(self) -> tuple[SimulatedSystem, float]:
+        """Simulates the LLM alone, of all op orders and with (interleaved) 1F1B; each at its best layout."""
+        floor, plain = self.simulate(LlmOnlySystem.name), None
+        assert isinstance(floor, SimulatedSystem), "the LLM fits at the layouts that are compared"
         for pipelines in self.possible:
-            if not self._is_floor_above(step_s, pipelines):
-                step_s = min(step_s, simulate_step_s(pipelines.floor_1f1b))
-        return step_s
+            if not self._is_floor_above(inf if plain is None else plain.step_s, pipelines):
+                simulated = LlmOnlySystem().simulate_candidate(pipelines.floor_1f1b)
+                plain = simulated if plain is None or simulated.step_s < plain.step_s else plain
+        assert plain is not None, "the first layout is not skipped"
+        if plain.step_s < floor.step_s:  # estimates, which order the candidates of `floor`, are not exact
+            floor = self._outcomes[LlmOnlySystem.name] = plain
+        return floor, plain.step_s
 
     def simulate(self, name: str) -> SimulatedSystem | str:
         """Returns the system at its best layout, once, or the reason why it cannot run."""

@@ -61,7 +61,16 @@ class LayerPrefixSums:
     ) -> None:
         self._layers, self._cost_model = layers, cost_model
         single = [chunks.price([layer]).seconds for layer in layers]
-        self._seconds = {kind: _running([seconds[kind] for seconds in single]) for kind in CHUNK_OP_KINDS}
+        launch_s = cost_model.assumptions.launch_s  # a layer takes as long as its kernels, or the host
+        self._seconds = {
+            kind: _running(
+                [
+                    max(seconds[kind], launch_s * len(layer.kernels[kind]))
+                    for layer, seconds in zip(layers, single, strict=True)
+                ]
+            )
+            for kind in CHUNK_OP_KINDS
+        }
 
         def running(value: Callable[[PricedLayer], float]) -> Floats:
             return _running([value(layer) for layer in layers])

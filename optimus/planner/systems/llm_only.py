@@ -46,13 +46,6 @@ class LlmPipelines:
         return select_fastest(self.context, LlmOnlySystem.name, self.of_llm)
 
     @cached_property
-    def chunks_1f1b(self) -> int:
-        """V of the fastest of them with (interleaved) 1F1B, by estimate."""
-        fastest = self.of_llm[0]
-        plain = fastest if fastest.order_name in PLAIN_ORDERS else self._list_llm_alone(PLAIN_ORDERS)[0]
-        return plain.layout.chunks
-
-    @cached_property
     def floor_1f1b(self) -> PipelineCandidate:
         """The fastest pipeline of the LLM alone with (interleaved) 1F1B."""
         return self.floor if self.floor.order_name in PLAIN_ORDERS else self._llm_alone(PLAIN_ORDERS)

@@ -101,7 +101,7 @@ def cut_encoders_into_stage0(layers: Sequence[PricedLayer], llm: str, parts: int
 
 def _even_counts(pipelines: LlmPipelines) -> set[int]:
     """Returns every V that divides the LLM's layers evenly, up to the V of its best 1F1B pipeline."""
-    most = pipelines.chunks_1f1b
+    most = pipelines.floor_1f1b.layout.chunks
     return {chunks for chunks in even_chunk_counts(pipelines.context) if chunks <= most}
 
 
