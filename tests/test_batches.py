@@ -49,7 +49,7 @@ def few_layers(gpus: int = 8, *, pp: int = 1) -> Job:
 
 
 def uneven(job: Job, *, tokens: int = 512) -> Job:
-    """The same job with pictures of many sizes, and some sequences without any."""
+    """Returns the job with pictures of many sizes, and some sequences without any."""
     drawn = TokenPercentiles(p50=tokens, p95=3 * tokens, max=4 * tokens, text_only_share=0.2, item=256)
     sequences = build_sequences_from_percentiles(job.workload.sequence_tokens, {"vision": drawn})
     return replace(job, workload=replace(job.workload, sequences=sequences))

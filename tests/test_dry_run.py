@@ -221,7 +221,7 @@ def test_a_dry_run_is_no_rank_of_torchrun(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 1000, 3071])
 def test_a_rank_of_3072_steps_on_a_laptop(rank: int, tmp_path: Path) -> None:
-    """With its plan within two minutes and 8 GB; its peak is within 5 % of what the plan says.
+    """Dry-runs a rank with its plan within two minutes and 8 GB; its peak is within 5 % of the plan's.
 
     Processor time is what counts: others may use the machine.
     """

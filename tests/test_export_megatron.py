@@ -40,7 +40,7 @@ def uneven() -> Plan:
 
 
 def of_model(plan: Plan, name: str, on: str) -> Plan:
-    """The same plan, said to be for another model: for what depends on its shape alone."""
+    """Returns the plan as one for another model: for what depends on its shape alone."""
     fields, hashes = flatten_and_hash_parts(list_bound_parts(find_job(name, on)))
     return replace(plan, bound_to=fields, hashes=hashes)
 
@@ -54,7 +54,7 @@ SAME = words(
 
 
 def core_config(flags: dict[str, list[str]]) -> Any:
-    """What Megatron-LM makes of its arguments, as far as megatron-core's configuration goes."""
+    """Returns what Megatron-LM makes of its arguments, as far as megatron-core's configuration goes."""
     core = pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
     import torch
 

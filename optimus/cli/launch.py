@@ -30,7 +30,7 @@ NOT_FORWARDED = ("job", "plan", "resume", "dry_run", "rank", "json")
 class LaunchCommand(TrainCommand):
     """Submit the training of a job to Slurm, around torchrun.
 
-    Makes a plan unless --plan names one; plan and batch file go to --run-dir.
+    Plans what is recommended for the engine unless --plan names a plan; plan and batch file go to --run-dir.
 
     Options of `optimus train` are passed on to the ranks.
     """

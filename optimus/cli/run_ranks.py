@@ -46,13 +46,13 @@ def train(
 ) -> TrainingSummary:
     """Trains a job, one process per rank on this host; returns rank 0's summary.
 
-    Samples are those of the job's `data:`, whose index is written if there is none, or synthetic. Makes a
-    plan if none is given. `profile` is the profile that the plan was made with, if any. Metrics and the last
-    ops of failed ranks are written to `run_dir`. `model` is a model folder of transformers whose weights are
-    trained, `save` the folder that they are written to. `first_step` is the number of the first step, of a
-    run that goes on from another's weights. Checkpoints are saved in `run_dir` after every `checkpoint_every`
-    steps; `resume` goes on from the newest, under any plan, and `restarts` says how often the ranks are
-    started again when one fails.
+    Samples are those of the job's `data:`, whose index is written if there is none, or synthetic. Without a
+    plan it runs what is recommended for the engine. `profile` is the profile that the plan was made with, if
+    any. Metrics and the last ops of failed ranks are written to `run_dir`. `model` is a model folder of
+    transformers whose weights are trained, `save` the folder that they are written to. `first_step` is the
+    number of the first step, of a run that goes on from another's weights. Checkpoints are saved in `run_dir`
+    after every `checkpoint_every` steps; `resume` goes on from the newest, under any plan, and `restarts`
+    says how often the ranks are started again when one fails.
     """
     from optimus.engine.run_section import read_training_config
     from optimus.job.own_layers import refuse_untrainable
