@@ -30,7 +30,9 @@ NOT_FORWARDED = ("job", "plan", "resume", "dry_run", "rank", "json")
 class LaunchCommand(TrainCommand):
     """Submit the training of a job to Slurm, around torchrun.
 
-    Plans what is recommended for the engine unless --plan names a plan; plan and batch file go to --run-dir.
+    Plans what is recommended unless --plan names a plan.
+
+    Plan and batch file go to --run-dir.
 
     Options of `optimus train` are passed on to the ranks.
     """
