@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from optimus.planner.filled_plan import SearchResult
     from optimus.planner.systems.base import SimulatedSystem
     from optimus.planner.systems.llm_only import LlmPipelines
+    from optimus.schedule.simulator import Timeline
 
 
 class SystemCandidate(Protocol):
@@ -57,8 +58,8 @@ class SystemCandidate(Protocol):
     def device_gpus(self) -> Floats | None:
         """GPUs that each device of the schedule represents; None if all represent equally many."""
 
-    def schedule(self) -> Schedule:
-        """Returns one training step, kernel by kernel."""
+    def simulated(self) -> tuple[Schedule, Timeline]:
+        """Returns one training step, kernel by kernel, and when its kernels run."""
 
     def search_result(self) -> SearchResult | None:
         """Returns the plan that the configuration is saved and run as; None if no plan describes it."""
@@ -99,7 +100,7 @@ class System(Protocol):
 
     @property
     def simulate_within(self) -> float:
-        """How far an estimate of a candidate may be above its step: times the step."""
+        """Most that a candidate's step is, times its estimate; inf if only a simulation can tell."""
 
     def applies_to(self, job: Job) -> bool:
         """Returns whether the job states what the system needs."""

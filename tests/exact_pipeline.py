@@ -236,7 +236,6 @@ def bare_setting(instance: Instance) -> BareSetting:
 def _bare_layer(module: str, times: Times, layout: Layout) -> PricedLayer:
     kernels = {kind: (_kernel(kind, time),) for kind, time in zip(KINDS, times, strict=True)}
     return PricedLayer(
-        name="layer",
         module=module,
         layout=layout,
         kernels={**kernels, OpKind.BACKWARD: (_kernel(OpKind.BACKWARD, times[1] + times[2]),)},

@@ -14,11 +14,11 @@ from benchmarks.docs.dealing_tables import CASES, job_of
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.op import OpKind
+from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
 from optimus.job.read import find_job
-from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import choose_smallest_context, valid_encoder_layouts
 from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, split_layers_evenly
@@ -74,7 +74,7 @@ def test_plans_of_many_random_jobs_pass_all_rules(first: int) -> None:
     check_random(range(first, first + PART))
 
 
-def random_way(seed: int) -> FilledPlan | None:
+def random_way(seed: int) -> Plan | None:
     """Encoders beside an LLM in any way that a search may try, and in some that it would not."""
     rng = Random(seed)
     context = random_setting(rng, random_job(rng))
@@ -115,15 +115,15 @@ def random_way(seed: int) -> FilledPlan | None:
     for stage, held in zip(stages, filled.plan.memory, strict=True):  # the LLM's own as it was reckoned
         own = llm.memories[stage].llm_activations - float(working[stage])
         assert held.peak - held.llm_activations + own <= candidate.peak_bytes_bound + 1
-    return replace(filled, plan=bound(replace(filled.plan, capacity_bytes=10**15), context))
+    return bound(replace(filled.plan, capacity_bytes=10**15), context)
 
 
 def check_ways(seeds: range) -> None:
     made = 0
     for seed in seeds:
-        filled = random_way(seed)
-        if filled is not None:
-            violations = check_plan(filled.plan).violations
+        plan = random_way(seed)
+        if plan is not None:
+            violations = check_plan(plan).violations
             assert not violations, f"seed {seed}: {violations[0]}"
             made += 1
     assert made > len(seeds) // 2

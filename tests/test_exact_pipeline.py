@@ -78,4 +78,4 @@ def replaced_by(optimum: Optimum, pipeline: PipelineCandidate) -> PipelineCandid
 
 def step_s(pipeline: PipelineCandidate) -> float:
     """As a system is played: kernel by kernel."""
-    return simulate_schedule(pipeline.schedule()).step_s
+    return simulate_schedule(pipeline.filled.lowered.schedule).step_s

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from paper_parts import PAPER_JOBS, strong_3072
 
 from optimus.cost.assumptions import get_preset
 from optimus.cost.cost_model import ClusterCostModel
-from optimus.cost.memory import model_state_memory, peak_activation_bytes
+from optimus.cost.memory import model_state_memory
 from optimus.ir.op import OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Precision
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
+from optimus.schedule.op_times import OrderColumns, find_peak_activations
 from optimus.schedule.pipeline_orders import (
+    PipelineOp,
+    PipelineOrder,
     build_1f1b_order,
     build_interleaved_1f1b_order,
     build_zero_bubble_order,
@@ -56,30 +60,37 @@ def test_optimizer_states_are_divided_over_replicas() -> None:
     assert memory.optimizer == pytest.approx(memory.parameters / 2 * 12 / 48)
 
 
+def peak_of(order: PipelineOrder, *, saved: float = 0.0, recomputed: float = 0.0) -> list[float]:
+    """Returns the peak of every stage if each chunk saves and recomputes so many bytes."""
+    columns = OrderColumns.of(order)
+    shape = columns.chunks, columns.stages, 1
+    peaks = find_peak_activations(columns, np.full(shape, saved), np.full(shape, recomputed))
+    return [float(peak) for peak in peaks[:, 0]]
+
+
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_1f1b_holds_p_minus_r_microbatches(stages: int) -> None:
     order = build_1f1b_order(stages=stages, microbatches=3 * stages)
-    assert [peak_activation_bytes(ops, [(1.0,)]) for ops in order] == [
-        (float(stages - r),) for r in range(stages)
-    ]
+    assert peak_of(order, saved=1.0) == [float(stages - r) for r in range(stages)]
 
 
 def test_interleaving_holds_the_warm_up_and_one_more() -> None:
     stages, chunks = 4, 3
     order = build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=16)
-    held = [peak_activation_bytes(ops, [(1.0,)] * chunks)[0] for ops in order]
+    held = peak_of(order, saved=1.0)
     assert held == [2 * (stages - 1 - r) + (chunks - 1) * stages + 1 for r in range(stages)]
 
 
 def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
     order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
-    held = [peak_activation_bytes(ops, [(1.0,)])[0] for ops in order]
+    held = peak_of(order, saved=1.0)
     assert held == [4.0, 4.0, 4.0, 4.0]  # ZB-H1: 1F1B's peak, on every stage
 
 
 def test_components_stand_for_the_moment_of_the_peak() -> None:
-    order = ((OpKind.FORWARD, 0, 0), (OpKind.BACKWARD, 0, 0), (OpKind.FORWARD, 1, 0), (OpKind.BACKWARD, 1, 0))
-    assert peak_activation_bytes(order, [(3.0, 0.0), (0.0, 2.0)]) == (3.0, 0.0)
+    ops = [PipelineOp(kind, chunk, 0) for chunk in (0, 1) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
+    saved = np.array([[(3.0, 0.0)], [(0.0, 2.0)]])
+    assert find_peak_activations(OrderColumns.of((tuple(ops),)), saved).tolist() == [[3.0, 0.0]]
 
 
 def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
@@ -103,7 +114,6 @@ def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
 def test_what_a_split_backward_makes_again_waits_for_its_weight_gradient() -> None:
     """Zero-bubble, stage r runs W r backwards late: r + 1 recomputed microbatches at its peak of I."""
     order = build_zero_bubble_order(stages=4, chunks=1, microbatches=8)
-    alone = [peak_activation_bytes(ops, [(0.0,)], [(1.0,)])[0] for ops in order]
-    assert alone == [1.0, 2.0, 3.0, 4.0]
+    assert peak_of(order, recomputed=1.0) == [1.0, 2.0, 3.0, 4.0]
     whole = build_1f1b_order(stages=4, microbatches=8)
-    assert [peak_activation_bytes(ops, [(0.0,)], [(1.0,)])[0] for ops in whole] == [0.0] * 4
+    assert peak_of(whole, recomputed=1.0) == [0.0] * 4

@@ -146,10 +146,10 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     first, *inner, last = llm.cut
     moved = replace(llm, cut=(first, *(last - place for place in reversed(inner)), last))
     alone, other, filled = llm.filled, moved.filled, search_optimus_plan(context, [llm]).filled
-    expected = llm_seconds(alone.schedule(), ModulePlacement.of_plan(alone.plan))
+    expected = llm_seconds(alone.lowered.schedule, ModulePlacement.of_plan(alone.plan))
     for found in (other, filled):
         places = ModulePlacement.of_plan(found.plan)
-        assert llm_seconds(found.schedule(), places) == pytest.approx(expected, rel=ROUNDED)
+        assert llm_seconds(found.lowered.schedule, places) == pytest.approx(expected, rel=ROUNDED)
 
 
 @settings(max_examples=15, deadline=None)

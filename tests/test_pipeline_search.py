@@ -61,9 +61,8 @@ def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> No
     cut = cut_encoders_into_stage0(layers, "llm", parts)
     assert is_cut(cut, len(layers), parts)
     assert all(layer.module == "llm" for layer in layers[cut[1] :])
-    blocks = [
-        sum(1 for layer in layers[a:b] if layer.module == "llm" and layer.name[4:].isdigit())
-        for a, b in pairwise(cut)
-    ]
+    first = next(place for place, layer in enumerate(layers) if layer.module == "llm")
+    inside = range(first + 1, len(layers) - 1)  # without embedding and head
+    blocks = [sum(place in inside for place in range(a, b)) for a, b in pairwise(cut)]
     assert sum(blocks) == context.job.model.llm.stack.layers
     assert max(blocks) - min(blocks) <= 1

@@ -157,7 +157,7 @@ def candidates(context: PlanningContext) -> list[FsdpCandidate]:
 def test_every_byte_of_traffic_is_in_the_program(context: PlanningContext) -> None:
     """ZeRO-3 gathers twice in a microbatch, but its ends once; ZeRO-2 once in a step; both reduce in each."""
     for candidate in candidates(context):
-        plan, schedule = candidate.filled.plan, candidate.filled.schedule()
+        plan, schedule = candidate.filled.plan, candidate.filled.lowered.schedule
         moved = {kind: int(schedule.bytes[schedule.kind == kind].sum()) for kind in OpKind}
         buckets = [bucket for module in plan.modules.values() for bucket in module.buckets[0]]
         times = plan.microbatches

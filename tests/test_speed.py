@@ -38,7 +38,7 @@ def paper_pipeline(microbatches: int) -> PipelineCandidate:
     ("microbatches", "least_tasks", "most_s"), [(16, 77_000, 0.030), (128, 600_000, 0.300)]
 )
 def test_one_evaluation(microbatches: int, least_tasks: int, most_s: float) -> None:
-    schedule = paper_pipeline(microbatches).schedule()
+    schedule = paper_pipeline(microbatches).filled.lowered.schedule
     assert len(schedule) >= least_tasks
     simulate_schedule(schedule)  # compiled, or loaded from the cache
     spent = []

@@ -20,11 +20,11 @@ from optimus.job.layout import BaselineSystem, CurrentPlacement
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, compare_systems
 from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, load_system, plan_making_systems
 from optimus.planner.systems.single_pipeline import BalancedSystem, Stage0System
 from optimus.schedule.bubbles import CAUSES, sum_bubbles_by_cause
-from optimus.schedule.simulator import simulate_schedule
 from optimus.verify.validator import check_plan
 
 
@@ -46,10 +46,7 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
     pipelines = LlmPipelines(context)
     for system in (Stage0System(), BalancedSystem()):
         pipeline = system.best_pipeline(pipelines)
-        coarse, fine = (
-            simulate_schedule(pipeline.op_schedule()).step_s,
-            simulate_schedule(pipeline.schedule()).step_s,
-        )
+        coarse, fine = pipeline.estimate_s, simulate_step_s(pipeline)
         # Ops of a plan are finer: an encoder's backward may hide a reduce of the LLM's.
         assert 0.98 * coarse <= fine <= 1.006 * coarse
 

@@ -69,6 +69,19 @@ PresetFlag = Annotated[
         metavar="NAME", help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"
     ),
 ]
+TargetFlag = Annotated[
+    str | None,
+    describe_option(
+        name="for", metavar="TRAINER", help="plan only what this runs: engine, megatron, bridge or torchtitan"
+    ),
+]
+EffortFlag = Annotated[
+    float,
+    describe_option(
+        metavar="TIMES", help="search so many times as much: 0.3 for a quick answer, 4 for a thorough one"
+    ),
+]
+MAX_EFFORT = 100.0
 TRACE_ENDINGS = (".json.gz", ".json")
 
 
@@ -78,6 +91,17 @@ def refuse_without_job(job: str | None, **flags: object) -> None:
         if job is None and value is not None:
             hint = f"name the job, or leave --{flag} out"
             raise UserError(field=f"--{flag}", problem="needs --job", hint=hint)
+
+
+def check_effort(effort: float) -> None:
+    """Raises unless --effort is a sensible factor."""
+    if not 0 < effort <= MAX_EFFORT:
+        raise UserError(
+            field="--effort",
+            value=effort,
+            problem=f"must be above 0 and at most {MAX_EFFORT:g}",
+            hint="1 searches as much as by default",
+        )
 
 
 def load_optional_profile(path: Path | None) -> Profile | None:

@@ -11,6 +11,7 @@ from optimus.cli.console import announce_compilation, check_writable, print_line
 from optimus.cli.flags import (
     OK,
     TRACE_ENDINGS,
+    EffortFlag,
     JobArgument,
     JsonFlag,
     LayoutFlag,
@@ -18,7 +19,9 @@ from optimus.cli.flags import (
     PresetFlag,
     ProfileFlag,
     SystemsFlag,
+    TargetFlag,
     TraceFlag,
+    check_effort,
     describe_option,
     load_optional_profile,
     split_names,
@@ -66,17 +69,11 @@ class PlanCommand:
         ),
     ] = None
     system: SystemsFlag = ()
-    target: Annotated[
-        str | None,
-        describe_option(
-            name="for",
-            metavar="TRAINER",
-            help="plan only what this runs: engine, megatron, bridge or torchtitan",
-        ),
-    ] = None
+    target: TargetFlag = None
     layout: LayoutFlag = ()
     preset: PresetFlag = "default"
     profile: ProfileFlag = None
+    effort: EffortFlag = 1.0
     noise: Annotated[
         bool, describe_option(help="also simulate the plan under noise: the speed-up that is left")
     ] = False
@@ -116,6 +113,7 @@ class PlanCommand:
         from optimus.job.read import find_job
         from optimus.job.targets import restrict_to_target
 
+        check_effort(self.effort)
         if is_plan_file(self.job):
             raise UserError(
                 field="JOB", value=self.job, problem="is a plan already", hint="check, simulate or diff it"
@@ -144,6 +142,7 @@ class PlanCommand:
                 assumptions=assumptions,
                 profile=profile,
                 systems=split_names(self.system) or None,
+                effort=self.effort,
                 progress=progress,
             )
         if not self.json:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import Ints, OpKind
 from optimus.job.model import Precision
 
 # Buffers of one NCCL communicator (aiconfigurator-core 0.12.0, h100_sxm.yaml `nccl_mem`:
@@ -94,34 +89,6 @@ def sharded_state_memory(
             gradients += shard * precision.gradient_bytes
             optimizer += shard * precision.optimizer_bytes
     return RankMemory(parameters=parameters, gradients=gradients, optimizer=optimizer)
-
-
-def peak_activation_bytes(
-    order: tuple[tuple[OpKind, int, int], ...],
-    saved_activation_bytes: ArrayLike,
-    recomputed_bytes: ArrayLike = 0.0,
-) -> tuple[float, ...]:
-    """Returns the peak activation bytes while a stage runs `order`; inputs are by [chunk, component].
-
-    A chunk saves bytes from its forward to its backward, or to its W where that is split off; then what its I
-    has recomputed (and gradients of logits) is kept until W too.
-    """
-    chunk, saves, recomputes = _find_lifetimes(order)
-    saved = np.asarray(saved_activation_bytes, np.float64)
-    recomputed = np.broadcast_to(np.asarray(recomputed_bytes, np.float64), saved.shape)
-    # Axes: op, component. Bytes alive after every op.
-    alive = np.cumsum(saves[:, None] * saved[chunk] + recomputes[:, None] * recomputed[chunk], axis=0)
-    return tuple(float(value) for value in alive[alive.sum(axis=1).argmax()])
-
-
-@lru_cache(maxsize=4096)  # a search tries many cuts with the same orders
-def _find_lifetimes(order: tuple[tuple[OpKind, int, int], ...]) -> tuple[Ints, Ints, Ints]:
-    """Returns per op its chunk, and where saved and recomputed activations begin (1) and end (-1)."""
-    kind, chunk, _ = np.array(order, np.int64).T
-    split = kind == OpKind.WEIGHT_GRAD
-    ends = split if split.any() else kind == OpKind.BACKWARD
-    recomputes = ((kind == OpKind.INPUT_GRAD).astype(np.int64) - split) * split.any()
-    return chunk, (kind == OpKind.FORWARD).astype(np.int64) - ends, recomputes
 
 
 def transient_bytes(layers: Iterable[PricedLayer]) -> float:

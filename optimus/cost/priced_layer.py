@@ -27,7 +27,6 @@ from optimus.job.workload import TokenLoad
 class PricedLayer:
     """A layer that a stage can hold: a transformer layer, an embedding, a projector or a head."""
 
-    name: str
     module: str
     layout: Layout  # of its module
     kernels: dict[OpKind, tuple[Kernel, ...]]  # F, B, I, W; B and I include recomputation
@@ -72,7 +71,6 @@ def price_encoder_layers(
     inputs = encoder.projector.input_width(hidden)
     middle = sum(encoder.projector.widths[:-1])
     first = PricedLayer(
-        name=f"{encoder.name}.embedding",
         module=encoder.name,
         layout=layout,
         kernels=_encoder_embedding_kernels(encoder, tokens, layout, cost_model),
@@ -83,7 +81,6 @@ def price_encoder_layers(
         flops=flops.patch_embedding_flops(encoder, load),
     )
     last = PricedLayer(
-        name=f"{encoder.name}.projector",
         module=encoder.name,
         layout=layout,
         kernels=_projector_kernels(encoder, last_tokens, layout, cost_model),
@@ -109,7 +106,7 @@ def price_encoder_layers(
     last = _measured(last, "projector", last_tokens, cost_model)
     given = [sum(deep <= index for deep in encoder.deepstack_layers) for index in range(len(layers))]
     layers = [
-        replace(layer, output_bytes=layer.output_bytes * (1 + rows))
+        replace(layer, output_bytes=layer.output_bytes * (1 + rows)) if rows else layer
         for layer, rows in zip(layers, given, strict=True)
     ]
     return (first, *layers, last)
@@ -134,7 +131,6 @@ def price_llm_layers(
     state_bytes = tokens / tp * hidden * BF16_BYTES
     passes = llm.train or upstream_trained
     embedding = PricedLayer(
-        name=f"{llm.name}.embedding",
         module=llm.name,
         layout=layout,
         kernels=_llm_embedding_kernels(llm, tokens, layout, cost_model),
@@ -147,7 +143,6 @@ def price_llm_layers(
     kernels = _llm_head_kernels(llm, tokens, layout, cost_model)
     tied = llm.vocab * hidden / tp if llm.tied and layout.pp > 1 else 0.0  # the last stage's own copy
     head = PricedLayer(
-        name=f"{llm.name}.head",
         module=llm.name,
         layout=layout,
         kernels=kernels
@@ -175,15 +170,18 @@ def _pass_rows(
     """Adds what travels with the state to later layers: encoder rows, and inputs that each layer has."""
     state_bytes = tokens * llm.stack.hidden * BF16_BYTES
     input_bytes = tokens * llm.per_layer_inputs.width * BF16_BYTES if llm.per_layer_inputs else 0.0
-    return [
-        replace(
+
+    def pass_rows(index: int, layer: PricedLayer) -> PricedLayer:
+        behind, fed_here = sum(fed > index for fed in feeds), index in feeds and index > 0
+        if not (behind or fed_here or input_bytes):
+            return layer
+        return replace(
             layer,
-            output_bytes=layer.output_bytes * (1 + sum(fed > index for fed in feeds))
-            + (len(stack) - 1 - index) * input_bytes,
-            activation_bytes=layer.activation_bytes + state_bytes * (passes and index in feeds and index > 0),
+            output_bytes=layer.output_bytes * (1 + behind) + (len(stack) - 1 - index) * input_bytes,
+            activation_bytes=layer.activation_bytes + state_bytes * (passes and fed_here),
         )
-        for index, layer in enumerate(stack)
-    ]
+
+    return [pass_rows(index, layer) for index, layer in enumerate(stack)]
 
 
 def _stack_layers(
@@ -197,7 +195,7 @@ def _stack_layers(
     train: bool,
     passes_gradients: bool,
 ) -> list[PricedLayer]:
-    """Prices every layer of a stack; equal layers share one price."""
+    """Prices every layer of a stack; equal layers are one object."""
     priced: dict[tuple[bool, int | None, int | None, int], PricedLayer] = {}
     layers = []
     for index in range(stack.layers):
@@ -216,7 +214,7 @@ def _stack_layers(
             if variant is None:  # profiles measure our own layers, which have no variants
                 layer = _measured(layer, classify_layer(stack, index), shape.tokens, cost_model)
             priced[sort] = layer
-        layers.append(replace(priced[sort], name=f"{module}.{index}"))
+        layers.append(priced[sort])
     return layers
 
 
@@ -244,7 +242,6 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
     experts, replicated = stack.expert_parameters(shape.layer), stack.replicated_parameters(shape.layer)
     kept = saved_activation_bytes(shape, recompute) if passes_gradients else 0.0
     return PricedLayer(
-        name="",
         module=shape.module,
         layout=layout,
         kernels={

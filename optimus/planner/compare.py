@@ -15,17 +15,13 @@ from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
-from optimus.planner.systems.base import (
-    SIMULATE_WITHIN,
-    SimulatedSystem,
-    simulate_step_s,
-)
+from optimus.planner.systems.base import SIMULATE_WITHIN, SimulatedSystem, simulate_step_s
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allowed, load_system
 from optimus.planner.systems.today import TodaySystem
 from optimus.protocols import System
 
-UNSURE_WITHIN = 1.02  # steps of the LLM alone, by estimate: closer ones may be equal
+SIMILAR_WITHIN = 1.02  # steps of the LLM alone: the layout with the least cp comes first
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,11 +72,13 @@ def compare_systems(
     names: Iterable[str] | None = None,
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
+    effort: float = 1.0,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the job under each named system (by default all that apply and schedule no encoder work).
 
-    Each is taken at the best of the layouts that the job leaves open.
+    Each is taken at the best of the layouts that the job leaves open. `effort` multiplies the budgets of
+    searches: layouts that are compared, cuts and encoder schedules that are tried.
     """
     begin = time.monotonic()
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
@@ -88,11 +86,12 @@ def compare_systems(
         profile.check_model(job.model)
         assumed = _with_host(assumed, profile)
     checked = _check_names(job, names)
-    ranked = rank_llm_layouts(job, assumed, profile, progress)
+    ranked = rank_llm_layouts(job, assumed, profile, progress, effort=effort)
     calibration = calibrate_on_measured_step(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
-    searched = [LlmPipelines(context.with_assumptions(assumed)) for context in ranked.contexts]
+    contexts = [context.with_assumptions(assumed) for context in ranked.contexts]
+    searched = [LlmPipelines(replace(context, effort=effort)) for context in contexts]
     best = _BestOverLayouts(checked, searched, progress)
     fastest_llm = best.price_llm_alone()
     llm_only, floor_1f1b_s = best.simulate_floor()
@@ -131,14 +130,19 @@ class _BestOverLayouts:
         self._done = 0
 
     def _report(self, name: str) -> None:
-        self._progress(name, self._done, self._total)
+        """Reports the system that is searched next, and the fastest one so far."""
+        found = [each for each in self._outcomes.values() if isinstance(each, SimulatedSystem)]
+        complete = (each for each in found if each.fits and each.name != LlmOnlySystem.name)
+        best = min(complete, key=lambda each: each.step_s, default=None)
+        so_far = "" if best is None else f" (so far {best.name} {best.step_s:.3g} s)"
+        self._progress(f"{name}{so_far}", self._done, self._total)
         self._done += 1
 
     @property
     def possible(self) -> list[LlmPipelines]:
-        """Layouts in which the LLM fits, the fastest for it alone first; of about equal ones, least cp."""
-        unsure_s = UNSURE_WITHIN * min(self._floors_s.values())
-        return sorted(self._floors_s, key=lambda p: (max(unsure_s, self._floors_s[p]), p.context.layout.cp))
+        """Layouts in which the LLM fits, the fastest for it alone first; of similar ones, least cp."""
+        similar_s = SIMILAR_WITHIN * min(self._floors_s.values())
+        return sorted(self._floors_s, key=lambda p: (max(similar_s, self._floors_s[p]), p.context.layout.cp))
 
     def price_llm_alone(self) -> LlmPipelines:
         """Estimates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
@@ -195,9 +199,9 @@ class _BestOverLayouts:
     def _is_floor_above(self, limit_s: float, pipelines: LlmPipelines) -> bool:
         """Returns whether the LLM alone takes longer at a layout; where it is close, it is simulated."""
         estimate_s = self._floors_s[pipelines]
-        if limit_s == inf or UNSURE_WITHIN * estimate_s <= limit_s:
+        if limit_s == inf or SIMULATE_WITHIN * estimate_s <= limit_s:
             return False
-        return estimate_s > UNSURE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
+        return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
 
     def _order_layouts(self, system: System) -> list[LlmPipelines]:
         """Returns layouts in the order of the shortest step of a contained system, then of the LLM alone."""
@@ -222,7 +226,7 @@ class _BestOverLayouts:
                 continue
             try:
                 estimate_s = _least_estimate_s(system, pipelines)
-                if estimate_s > SIMULATE_WITHIN * limit_s:
+                if estimate_s > system.simulate_within * limit_s:
                     self._steps_s[system.name, pipelines] = estimate_s
                     continue
                 below = system.looking_below(min(known_s, limit_s), again=best is not None)

@@ -21,7 +21,7 @@ from optimus.planner.worst_step import BinShape, DrawnSteps
 from optimus.schedule.op_phases import expand_op_into_phases
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.schedule_builder import ChunkPricer
-from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule
+from optimus.schedule.stage_costs import Cut, LayerPrefixSums
 
 SMALL_ENCODER_SHARE = 0.03  # of a GPU's memory: parameters of smaller encoders are copied to every rank
 RecomputePolicy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
@@ -38,13 +38,11 @@ def describe_recompute(policy: RecomputePolicy) -> str:
 
 
 class PlanningCache:
-    """Priced layers, templates, op graphs and estimates of a job and its cost model, at any layout."""
+    """Priced layers, templates and estimates of a job and its cost model, at any layout."""
 
     def __init__(self) -> None:
         self.chunks: ChunkPricer | None = None
         self.priced: dict[object, tuple[PricedLayer, ...]] = {}
-        # By op order, stages, chunks and microbatches.
-        self.graphs: dict[tuple[PipelineOrder | str, int, int, int], RetimableSchedule] = {}
         self.templates: dict[object, Template] = {}
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
@@ -66,6 +64,7 @@ class PlanningContext:
     microbatch_sequences: int
     uneven: bool = False  # replicas and microbatches may be of different sizes
     kept_free_bytes: float = 0.0  # of every GPU, for encoders that are placed later
+    effort: float = 1.0  # times the default budgets of searches
     cache: PlanningCache = field(default_factory=PlanningCache)
 
     def with_assumptions(self, assumptions: Assumptions) -> PlanningContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from optimus.cost.memory import RankMemory
@@ -22,6 +23,7 @@ from optimus.schedule.plan_claims import (
     encoder_seconds_by_region,
     simulate_lagging_encoders,
 )
+from optimus.schedule.simulator import Timeline
 
 if TYPE_CHECKING:
     from optimus.planner.systems.pipeline import PipelineCandidate
@@ -29,30 +31,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilledPlan:
-    """A plan with programs and claims, and the schedule and timeline that it was lowered to."""
+    """Programs with their schedule and timeline, and the plan that they make with its header."""
 
-    plan: Plan
+    header: Plan
     lowered: LoweredPlan
+    fixed: Sequence[Mapping[str, int]]  # bytes that every device class holds all the time
+    estimate_s: float  # the algorithm's own
 
     @property
     def step_s(self) -> float:
-        return self.plan.claims.step_s
+        return round(self.lowered.timeline.step_s, SECONDS_DIGITS)
 
-    @property
-    def estimate_s(self) -> float:
-        return self.plan.claims.estimate_s
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan with its claims: step, memory, encoder seconds."""
+        header, lowered = self.header, self.lowered
+        seconds = encoder_seconds_by_region(header, lowered)
+        claims = PlanClaims(
+            step_s=self.step_s,
+            lagged_s=round(simulate_lagging_encoders(header, lowered).step_s, SECONDS_DIGITS),
+            estimate_s=round(self.estimate_s, SECONDS_DIGITS),
+            encoder_s={region: round(each, SECONDS_DIGITS) for region, each in seconds.items()},
+        )
+        return replace(header, programs=lowered.programs, claims=claims, memory=self._memory)
 
-    def schedule(self) -> Schedule:
-        return self.lowered.schedule
+    @cached_property
+    def _memory(self) -> tuple[DeviceClassMemory, ...]:
+        return compute_device_class_memory(self.header, self.lowered.programs, self.fixed)
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every device class."""
-        return tuple(_to_rank_memory(held) for held in self.plan.memory)
+        return tuple(_to_rank_memory(held) for held in self._memory)
 
     @property
     def fits(self) -> bool:
-        return max(held.peak for held in self.plan.memory) <= self.plan.capacity_bytes
+        return max(held.peak for held in self._memory) <= self.header.capacity_bytes
 
     @property
     def hidden_share(self) -> float:
@@ -65,20 +79,9 @@ class FilledPlan:
 def lower_to_plan(
     header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float
 ) -> FilledPlan:
-    """Lowers `orders` to programs and replays them for the plan's claims: step, memory, encoder seconds."""
+    """Lowers `orders` to programs and simulates them."""
     lowered = lower_to_programs(header, orders)
-    claims = PlanClaims(
-        step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
-        lagged_s=round(simulate_lagging_encoders(header, lowered).step_s, SECONDS_DIGITS),
-        estimate_s=round(estimate_s, SECONDS_DIGITS),
-        encoder_s={
-            region: round(seconds, SECONDS_DIGITS)
-            for region, seconds in encoder_seconds_by_region(header, lowered).items()
-        },
-    )
-    memory = compute_device_class_memory(header, lowered.programs, fixed)
-    plan = replace(header, programs=lowered.programs, claims=claims, memory=memory)
-    return FilledPlan(plan=plan, lowered=lowered)
+    return FilledPlan(header=header, lowered=lowered, fixed=fixed, estimate_s=estimate_s)
 
 
 def _to_rank_memory(held: DeviceClassMemory) -> RankMemory:
@@ -161,9 +164,9 @@ class SearchResult:
         """Returns this result."""
         return self
 
-    def schedule(self) -> Schedule:
-        """Returns the plan's programs with their dependencies."""
-        return self.filled.schedule()
+    def simulated(self) -> tuple[Schedule, Timeline]:
+        """Returns the plan's programs with their dependencies, and when they run."""
+        return self.filled.lowered.schedule, self.filled.lowered.timeline
 
     def describe(self) -> str:
         """Returns the chosen layouts in one line."""

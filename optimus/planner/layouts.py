@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 from optimus.cost.assumptions import Assumptions
@@ -270,6 +270,8 @@ def rank_llm_layouts(
     assumptions: Assumptions,
     profile: Profile | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    *,
+    effort: float = 1.0,
 ) -> RankedLayouts:
     """Ranks the contexts of a job; only one if its layout is stated. Raises DoesNotFit if there is none.
 
@@ -297,7 +299,9 @@ def rank_llm_layouts(
     if not bounded:
         raise _no_layout_fits(job, rejected)
     estimated = _estimate(sorted(bounded, key=_step_s), rejected, progress, len(layouts))
-    kept = dict.fromkeys((*_close_to_best(estimated, _step_s), *_close_to_best(estimated, _llm_alone_s)))
+    most = max(1, round(effort * COMPARE_AT_MOST))
+    close = (_close_to_best(estimated, key, most) for key in (_step_s, _llm_alone_s))
+    kept = dict.fromkeys(chain.from_iterable(close))
     rejected += [
         RejectedLayout(layout=each.context.layout, reason=_why_slower(each, estimated[0]))
         for each in estimated
@@ -309,10 +313,10 @@ def rank_llm_layouts(
 
 
 def _close_to_best(
-    estimated: list[_EstimatedLayout], key: Callable[[_EstimatedLayout], float]
+    estimated: list[_EstimatedLayout], key: Callable[[_EstimatedLayout], float], most: int
 ) -> list[_EstimatedLayout]:
     ranked = sorted(estimated, key=key)
-    return [each for each in ranked[:COMPARE_AT_MOST] if key(each) <= COMPARE_WITHIN * key(ranked[0])]
+    return [each for each in ranked[:most] if key(each) <= COMPARE_WITHIN * key(ranked[0])]
 
 
 def _why_slower(layout: _EstimatedLayout, best: _EstimatedLayout) -> str:

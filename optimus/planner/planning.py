@@ -134,6 +134,7 @@ def compare_for_plan(
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
+    effort: float = 1.0,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the strategies, of which one is to be planned, and the systems to compare them with.
@@ -146,7 +147,7 @@ def compare_for_plan(
     names = dict.fromkeys(["llm-only", *applicable_systems(others, job), *strategies])
     try:
         comparison = compare_systems(
-            job, names=names, assumptions=assumptions, profile=profile, progress=progress
+            job, names=names, assumptions=assumptions, profile=profile, effort=effort, progress=progress
         )
     except DoesNotFit as no:
         raise _with_remedies(no, job, assumptions) from no

@@ -11,7 +11,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import Ints, Lane, OpKind, Schedule
+from optimus.ir.op import Ints, Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import FP32_BYTES, Precision
 from optimus.schedule.pipeline_orders import PipelineOp, PipelineOrder
@@ -59,16 +59,6 @@ class PipelineBlockIds:
     first: list[int]
     last: list[int]
     reduces: list[int]
-
-
-def build_pipeline_schedule(spec: PipelineSpec, pricer: ChunkPricer, *, kernels: bool) -> Schedule:
-    """Builds the schedule of all stages; with `kernels`, every op is expanded to its kernels."""
-    builder = ScheduleBuilder(pricer.modules, spec.stages)
-    blocks = add_pipeline_to_schedule(builder, spec, pricer, kernels=kernels)
-    if spec.cost_model.assumptions.optimizer_time:
-        for stage in range(spec.stages):
-            builder.add(make_optimizer_graph(spec.traffic_of(stage)), device=stage, after=blocks.reduces)
-    return builder.build()
 
 
 def add_pipeline_to_schedule(
@@ -276,13 +266,17 @@ class TrafficOverlap:
         return float(sum(getattr(chunk, quantity) for chunk in self.chunks))
 
 
+def exposed_lane(mode: str) -> Lane:
+    """Returns the lane of exposed traffic; slack is host time, not the NIC's: sync, norm, cast."""
+    return Lane.HOST if mode == "slack" else Lane.DP
+
+
 class _StageTraffic:
     """Adds one stage's gathers and reduces to a schedule."""
 
     def __init__(self, builder: ScheduleBuilder, device: int, exposure: TrafficOverlap) -> None:
         self._builder, self._device, self._exposure = builder, device, exposure
-        # Slack is host time, not the NIC's: sync, norm, cast.
-        self._exposed_lane = Lane.HOST if exposure.mode == "slack" else Lane.DP
+        self._exposed_lane = exposed_lane(exposure.mode)
         self._gathers: dict[int, int] = {}
         self._exposed: int | None = None
         self.reduces: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,12 +233,18 @@ class ChunkPricer:
     def __init__(self, modules: Sequence[str], slowdown: float) -> None:
         self.modules = tuple(modules)
         self._slowdown = slowdown
-        self._layer_seconds: dict[tuple[int, OpKind], float] = {}
+        self._layer_seconds: dict[tuple[int, OpKind], float] = {}  # by id of kernels
+        self._kernel_seconds: dict[tuple[tuple[Lane, float, tuple[int, ...]], ...], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], OpKind], KernelGraph] = {}
         self._alive: list[object] = []  # keeps layers alive, so that their ids are not reused
 
     def price(self, layers: Sequence[PricedLayer]) -> PricedChunk:
-        seconds = {kind: sum(self._seconds_of(layer, kind) for layer in layers) for kind in CHUNK_OP_KINDS}
+        distinct = {id(layer): layer for layer in layers}
+        counts = Counter(map(id, layers))
+        seconds = {
+            kind: sum(count * self.seconds_of(distinct[key], kind) for key, count in counts.items())
+            for kind in CHUNK_OP_KINDS
+        }
         return PricedChunk(layers=tuple(layers), seconds=seconds)
 
     def kernel_graph(self, chunk: PricedChunk, kind: OpKind) -> KernelGraph:
@@ -250,16 +257,24 @@ class ChunkPricer:
             self._alive.append(layers)
         return self._graphs[key]
 
-    def _seconds_of(self, layer: PricedLayer, kind: OpKind) -> float:
+    def seconds_of(self, layer: PricedLayer, kind: OpKind) -> float:
         """Returns the makespan of a layer's kernels simulated alone; an op runs its layers in a row."""
         key = id(layer.kernels[kind]), kind
         if key not in self._layer_seconds:
-            builder = ScheduleBuilder(self.modules, 1)
-            graph = build_kernel_graph([(layer.kernels[kind], 0)], kind)
-            builder.add(graph, device=0)
-            self._layer_seconds[key] = simulate_schedule(builder.build(), slowdown=self._slowdown).step_s
+            kernels = layer.kernels[kind]
+            content = tuple((kernel.lane, kernel.duration_s, kernel.after) for kernel in kernels)
+            if content not in self._kernel_seconds:  # layouts that differ in dp or pp have the same kernels
+                self._kernel_seconds[content] = self._simulate_alone(kernels, kind)
+            self._layer_seconds[key] = self._kernel_seconds[content]
             self._alive.append(layer)
         return self._layer_seconds[key]
+
+    def _simulate_alone(self, kernels: Sequence[Kernel], kind: OpKind) -> float:
+        if all(kernel.after == (place - 1,) for place, kernel in enumerate(kernels) if place):
+            return sum(kernel.duration_s for kernel in kernels)  # one after another: nothing overlaps
+        builder = ScheduleBuilder(self.modules, 1)
+        builder.add(build_kernel_graph([(kernels, 0)], kind), device=0)
+        return simulate_schedule(builder.build(), slowdown=self._slowdown).step_s
 
 
 def build_kernel_graph(lists: Sequence[tuple[Sequence[Kernel], int]], kind: OpKind) -> KernelGraph:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.memory import RankMemory, transient_bytes
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import Floats, Ints, OpKind, Schedule
+from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Precision
 from optimus.schedule.pipeline_schedule import (
-    EXPOSED,
-    HIDDEN,
     DpGroup,
     ParameterTraffic,
-    TrafficOverlap,
     split_parameters_by_dp_group,
 )
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS, ChunkPricer
@@ -60,20 +56,19 @@ class LayerPrefixSums:
         llm: str,
     ) -> None:
         self._layers, self._cost_model = layers, cost_model
-        single = [chunks.price([layer]).seconds for layer in layers]
+        distinct = {id(layer): layer for layer in layers}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        number_of = [numbers[id(layer)] for layer in layers]
         launch_s = cost_model.assumptions.launch_s  # a layer takes as long as its kernels, or the host
-        self._seconds = {
-            kind: _running(
-                [
-                    max(seconds[kind], launch_s * len(layer.kernels[kind]))
-                    for layer, seconds in zip(layers, single, strict=True)
-                ]
-            )
-            for kind in CHUNK_OP_KINDS
-        }
 
         def running(value: Callable[[PricedLayer], float]) -> Floats:
-            return _running([value(layer) for layer in layers])
+            values = np.array([value(layer) for layer in distinct.values()], np.float64)
+            return np.concatenate([[0.0], np.cumsum(values[number_of])])
+
+        def seconds_of(kind: OpKind) -> Floats:
+            return running(lambda x: max(chunks.seconds_of(x, kind), launch_s * len(x.kernels[kind])))
+
+        self._seconds = {kind: seconds_of(kind) for kind in CHUNK_OP_KINDS}
 
         def held(layer: PricedLayer) -> float:
             return layer.parameters + layer.expert_parameters
@@ -92,8 +87,9 @@ class LayerPrefixSums:
             [recomputed_by_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
         )
         self._groups: dict[DpGroup, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
-        for group in dict.fromkeys(g for layer in layers for g, _ in split_parameters_by_dp_group(layer)):
-            moved = _running([layer.trained * _parameters_in(group, layer) for layer in layers])
+        groups = (split_parameters_by_dp_group(layer) for layer in distinct.values())
+        for group in dict.fromkeys(group for split in groups for group, _ in split):
+            moved = running(lambda x, group=group: x.trained * _parameters_in(group, x))  # type: ignore[misc]
             self._groups[group] = moved * precision.parameter_bytes, moved * precision.gradient_bytes
 
     def layer_seconds(self, kind: OpKind) -> Floats:
@@ -153,62 +149,3 @@ def _parameters_in(group: DpGroup, layer: PricedLayer) -> float:
 
 def _runs(cut: Cut) -> list[tuple[int, int]]:
     return list(pairwise(cut))
-
-
-def _running(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(values, np.float64))])
-
-
-# ---------------------------------------------------------------------------- schedules of any cut
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StageSeconds:
-    """Seconds of ops, sends and traffic of every virtual stage."""
-
-    ops: dict[OpKind, Floats]
-    sends: Floats
-    traffic: list[ParameterTraffic]
-
-
-class RetimableSchedule:
-    """Schedule of whole ops whose durations can be set to those of any cut."""
-
-    def __init__(self, schedule: Schedule, stages: int, assumptions: Assumptions) -> None:
-        self._schedule, self._stages, self._assumptions = schedule, stages, assumptions
-        virtual = schedule.chunk.astype(np.int64) * stages + schedule.device
-
-        def rows(kind: OpKind, segment: int | None = None) -> tuple[Ints, Ints]:
-            wanted = schedule.kind == kind
-            if segment is not None:
-                wanted &= schedule.segment == segment
-            matching = np.flatnonzero(wanted)
-            return matching, virtual[matching]
-
-        self._ops = {kind: rows(kind) for kind in CHUNK_OP_KINDS}
-        self._sends = {kind: rows(kind) for kind in (OpKind.SEND_F, OpKind.SEND_B)}
-        self._hidden = {kind: rows(kind, HIDDEN) for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD)}
-        self._exposed = {kind: rows(kind, EXPOSED) for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD)}
-        self._finish = rows(OpKind.OPTIMIZER)
-
-    def with_seconds(self, cut: StageSeconds) -> Schedule:
-        """Returns the schedule with the durations of a cut."""
-        duration = np.empty(len(self._schedule))
-        for kind, (rows, virtual) in self._ops.items():
-            duration[rows] = cut.ops[kind][virtual]
-        rows, virtual = self._sends[OpKind.SEND_F]
-        duration[rows] = cut.sends[virtual]
-        rows, virtual = self._sends[OpKind.SEND_B]
-        duration[rows] = cut.sends[virtual - 1]
-        stages = self._stages
-        by_stage = [cut.traffic[stage::stages] for stage in range(stages)]
-        exposures = [TrafficOverlap(chunks=chunks, assumptions=self._assumptions) for chunks in by_stage]
-        for kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
-            name = f"{kind.word}_s"
-            rows, virtual = self._hidden[kind]
-            duration[rows] = [exposures[v % stages].hidden(name, v // stages) for v in virtual.tolist()]
-            rows, virtual = self._exposed[kind]
-            duration[rows] = [exposures[v % stages].exposed(name) for v in virtual.tolist()]
-        rows, virtual = self._finish
-        duration[rows] = [sum(part.update_s for part in by_stage[v % stages]) for v in virtual.tolist()]
-        return replace(self._schedule, duration_s=duration)

@@ -131,7 +131,7 @@ def _simulator(plan: Plan, other: SystemCandidate) -> Callable[[DurationNoise, i
 
     Devices of a system that is no plan are stages.
     """
-    result, schedule = other.search_result(), other.schedule()
+    result, (schedule, _) = other.search_result(), other.simulated()
     places = ModulePlacement.of_pipeline(schedule) if result is None else ModulePlacement.of_plan(result.plan)
     kernels = NoisyDurations(schedule, places)
     return lambda noise, seeds: _static_steps(plan, kernels, noise, seeds)

@@ -133,15 +133,23 @@ def plan_job(
     systems: Iterable[str] | None = None,
     batches: int = BATCHES,
     draws: int = DRAWS,
+    effort: float = 1.0,
     progress: Progress = lambda name, done, total: None,
 ) -> RecommendedPlan:
     """Plans the recommended system of a job, or the one called `strategy`, and checks the plan by all rules.
 
     `systems` are those to choose from: all that apply, by default. With `draws=0` no perturbed cost models
-    are simulated. DoesNotFit proposes changes under which a job fits.
+    are simulated. `effort` multiplies the budgets of searches. DoesNotFit proposes changes under which a job
+    fits.
     """
     comparison = compare_to_recommend(
-        job, strategy=strategy, assumptions=assumptions, profile=profile, systems=systems, progress=progress
+        job,
+        strategy=strategy,
+        assumptions=assumptions,
+        profile=profile,
+        systems=systems,
+        effort=effort,
+        progress=progress,
     )
     recommendation = recommend(comparison, batches=batches, draws=draws, progress=progress)
     return plan_recommended(comparison, recommendation, strategy=strategy)
@@ -154,6 +162,7 @@ def compare_to_recommend(
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
+    effort: float = 1.0,
     progress: Progress = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates all systems that may be recommended."""
@@ -167,6 +176,7 @@ def compare_to_recommend(
         assumptions=assumptions,
         profile=profile,
         systems=[*chosen, *filled],
+        effort=effort,
         progress=progress,
     )
 

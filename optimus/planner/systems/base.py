@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from optimus.cost.assumptions import Assumptions
 from optimus.cost.flops import step_flops
 from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
 
 SIMULATE_AT_MOST = 4  # candidates of a system that are simulated kernel by kernel,
-SIMULATE_WITHIN = 1.005  # if their estimates are at most this times the shortest step so far
+SIMULATE_WITHIN = 1.001  # if their estimates, exact for most, are at most this times the shortest step so far
 OVERLAPPED_TP_SHARE = 0.7  # of TP traffic, which a framework with fused or pipelined collectives may hide
 
 
@@ -121,14 +122,19 @@ class BaseSystem(ABC):
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
-        context, schedule, result = candidate.context, candidate.schedule(), candidate.search_result()
+        context, (schedule, timeline) = candidate.context, candidate.simulated()
+        job, result = context.job, candidate.search_result()
         memories = candidate.memories if result is None else result.memories
-        job, timeline = context.job, _simulate_in_context(context, schedule)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
         tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
-        overlapped = _simulate_in_context(context, _overlap_tp(context, schedule))
+        assumptions = context.cost_model.assumptions
+        overlapped = simulate_schedule(
+            _overlap_tp(assumptions, schedule),
+            slowdown=assumptions.residence_slowdown,
+            launch_s=assumptions.launch_s,
+        )
         return SimulatedSystem(
             name=self.name,
             how=candidate.describe(),
@@ -149,15 +155,9 @@ class BaseSystem(ABC):
 C = TypeVar("C", bound=SystemCandidate)
 
 
-def _simulate_in_context(context: PlanningContext, schedule: Schedule) -> Timeline:
-    """Simulates a schedule under the context's assumptions."""
-    assumptions = context.cost_model.assumptions
-    return simulate_schedule(schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s)
-
-
 def simulate_step_s(candidate: SystemCandidate) -> float:
     """Returns the step time of a candidate, simulated kernel by kernel."""
-    return _simulate_in_context(candidate.context, candidate.schedule()).step_s
+    return candidate.simulated()[1].step_s
 
 
 def select_fastest(
@@ -165,8 +165,8 @@ def select_fastest(
 ) -> C:
     """Returns the fastest candidate that fits.
 
-    All are ranked by estimate and simulated in this order, while the next estimate is about as short as the
-    shortest step so far.
+    All are ranked by estimate. If a step may be `within` times its estimate, and thus another be the fastest,
+    they are simulated in this order, while the next estimate is about as short as the shortest step so far.
     """
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
@@ -175,20 +175,20 @@ def select_fastest(
             "use another system, more GPUs, or recompute: full",
         )
     best, *others = sorted(fitting, key=lambda candidate: candidate.estimate_s)
-    if not others:
+    if not others or others[0].estimate_s > within * best.estimate_s:
         return best
     step_s = simulate_step_s(best)
     for other in others[: SIMULATE_AT_MOST - 1]:
-        if other.estimate_s > within * step_s:
+        if other.estimate_s > SIMULATE_WITHIN * step_s:
             break
         other_s = simulate_step_s(other)
         best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
     return best
 
 
-def _overlap_tp(context: PlanningContext, schedule: Schedule) -> Schedule:
+def _overlap_tp(assumptions: Assumptions, schedule: Schedule) -> Schedule:
     """Hides at least OVERLAPPED_TP_SHARE of the schedule's TP traffic."""
-    hidden = context.cost_model.assumptions.tp_overlapped_share
+    hidden = assumptions.tp_overlapped_share
     factor = min(1.0, (1.0 - OVERLAPPED_TP_SHARE) / (1.0 - hidden)) if hidden < 1.0 else 1.0
     scale = np.where(schedule.communicator == Communicator.TP, factor, 1.0)
     return replace(schedule, duration_s=schedule.duration_s * scale)

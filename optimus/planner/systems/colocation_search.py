@@ -70,7 +70,7 @@ class ColocationSearch:
         self.rejected: list[RejectedLayout] = []
         self.considered = 0
         self._base: LlmTimeline | None = None
-        self._ops_left = MAX_SIMULATED_OPS
+        self._ops_left = context.effort * MAX_SIMULATED_OPS
         # Peak bytes of a rank over all layouts so far: without recomputation, and with the least memory.
         self._bytes_without_recompute = self._least_bytes = inf
 
@@ -214,7 +214,7 @@ class ColocationSearch:
         In turn: separate layouts, split backwards, the assignment of microbatches, smaller microbatches, and
         layers per stage; then the window shrinks.
         """
-        self._ops_left = MAX_SIMULATED_OPS
+        self._ops_left = self.context.effort * MAX_SIMULATED_OPS
         for change in (self._separate_layouts, self._toggle_split_backward, self._reassign_microbatches):
             scheduled = self._select_faster(scheduled, change(scheduled))
         scheduled = self._split_microbatches(scheduled)

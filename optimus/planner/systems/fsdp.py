@@ -27,6 +27,8 @@ from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
 
+FSDP_WITHIN = 1.1  # times the estimate, which leaves out what is exposed of the traffic
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FsdpCandidate(PipelineCandidate):
@@ -130,7 +132,7 @@ class FsdpSystem(BaseSystem):
     makes_plan = True
     needs_llm_pipeline = False
     searches_layouts = False
-    simulate_within = 1.05  # estimates leave out what is exposed of the traffic
+    simulate_within = FSDP_WITHIN
     tp: int | None = None  # every width if None
 
     def keeps_layout(self, job: Job) -> bool:

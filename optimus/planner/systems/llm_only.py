@@ -12,7 +12,7 @@ from optimus.ir.op import OpKind
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, select_fastest
-from optimus.planner.systems.fsdp import list_fsdp_candidates
+from optimus.planner.systems.fsdp import FSDP_WITHIN, list_fsdp_candidates
 from optimus.planner.systems.pipeline import ORDERS, PipelineCandidate
 from optimus.planner.systems.pipeline_search import EVALUATIONS, minimize_largest_stage, search_pipelines
 from optimus.planner.systems.registry import is_allowed
@@ -172,6 +172,7 @@ class LlmOnlySystem(BaseSystem):
 
     name = "llm-only"
     runs_encoders = False
+    simulate_within = FSDP_WITHIN
 
     def candidates(self, pipelines: LlmPipelines) -> list[PipelineCandidate]:
         """Returns the LLM's pipelines, and its fully sharded layouts if the job leaves room for them."""

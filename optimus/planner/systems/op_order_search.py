@@ -11,12 +11,13 @@ from math import inf
 from random import Random
 
 from optimus.ir.op import OpKind
-from optimus.planner.systems.pipeline import GREEDY, LONG_STEP_ROUNDS, PipelineCandidate
+from optimus.planner.systems.pipeline import GREEDY, PipelineCandidate
 from optimus.schedule.local_search import shorten_pipeline_order
 from optimus.schedule.pipeline_orders import PRIORITIES, OpTimes, TimedOrder, list_schedule_pipeline
 from optimus.schedule.stage_costs import Cut
 
 MAX_LISTED_OPS = 5000  # list scheduling of more takes too long
+LONG_STEP_ROUNDS = 4  # of pp microbatches; a longer step has small bubbles anyway
 MAX_CAPS = 4  # on activations alive that are tried until an order fits
 SMALL_OPS = 200  # pipelines up to this many ops: cut and order are searched together,
 SEARCH_WITHIN = 1.05  # if the step is at most this times the best
@@ -45,7 +46,7 @@ def search_op_orders(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCa
 
 
 def can_list_schedule(stages: int, chunks: int, microbatches: int) -> bool:
-    """Returns whether list scheduling is worth its time: a long step has small bubbles anyway."""
+    """Returns whether list scheduling is worth its time."""
     few = stages * chunks * microbatches * len(SPLIT) <= MAX_LISTED_OPS
     return stages > 1 and few and microbatches <= LONG_STEP_ROUNDS * stages
 

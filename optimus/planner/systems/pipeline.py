@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from optimus.cost.memory import RankMemory, communicator_bytes, peak_activation_bytes
+from optimus.cost.memory import RankMemory, communicator_bytes
 from optimus.cost.priced_layer import PricedLayer
-from optimus.ir.op import Floats, Lane, OpKind, Schedule
+from optimus.ir.op import Floats, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
@@ -19,6 +19,7 @@ from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolic
 from optimus.planner.filled_plan import FilledPlan, SearchResult, lower_to_plan
 from optimus.planner.systems.base import BaseCandidate
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder, Sharding
+from optimus.schedule.op_times import OpTimeline, OrderColumns, StageSeconds, find_peak_activations, time_ops
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
     build_1f1b_order,
@@ -26,14 +27,13 @@ from optimus.schedule.pipeline_orders import (
     build_zero_bubble_order,
     expand_order_to_phases,
 )
-from optimus.schedule.pipeline_schedule import PipelineSpec, build_pipeline_schedule
+from optimus.schedule.pipeline_schedule import PipelineSpec
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
-from optimus.schedule.simulator import simulate_schedule
-from optimus.schedule.stage_costs import Cut, LayerPrefixSums, RetimableSchedule, StageBytes, StageSeconds
+from optimus.schedule.simulator import Timeline
+from optimus.schedule.stage_costs import Cut, LayerPrefixSums
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
-LONG_STEP_ROUNDS = 4  # of pp microbatches, beyond which a step is extrapolated
 SHORT_STEP_ROUNDS = 3  # of pp microbatches: fill and drain a pipeline as a long step does
 
 
@@ -133,12 +133,13 @@ class PipelineCandidate(BaseCandidate):
             hidden_share=self.filled.hidden_share,
         )
 
-    def schedule(self) -> Schedule:
-        """Returns one training step, kernel by kernel."""
-        return self.filled.schedule()
+    def simulated(self) -> tuple[Schedule, Timeline]:
+        """Returns one training step, kernel by kernel, and when its kernels run."""
+        return self.filled.lowered.schedule, self.filled.lowered.timeline
 
-    def op_schedule(self) -> Schedule:
-        """Returns one training step with one entry per op."""
+    @property
+    def op_timeline(self) -> OpTimeline:
+        """One training step, timed with one entry per op."""
         sums, cut, layout = self.sums, self.cut, self.layout
         across = self.context.cost_model.stages_cross_nodes(layout)
         seconds = StageSeconds(
@@ -146,51 +147,36 @@ class PipelineCandidate(BaseCandidate):
             sends=sums.send_s(cut, across_nodes=across),
             traffic=sums.traffic(cut),
         )
-        return self._graph.with_seconds(seconds)
+        return time_ops(self.columns, seconds, self.context.cost_model.assumptions)
 
     @property
-    def _graph(self) -> RetimableSchedule:
-        """The op graph of this order, built once."""
-        key = self.explicit_order or self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
-        graph = self.context.cache.graphs.get(key)
-        if graph is None:
-            schedule = build_pipeline_schedule(self.plan, self.context.chunks, kernels=False)
-            graph = RetimableSchedule(schedule, self.layout.pp, self.context.cost_model.assumptions)
-            self.context.cache.graphs[key] = graph
-        return graph
+    def columns(self) -> OrderColumns:
+        """The order as columns; those of named orders are kept."""
+        if self.explicit_order is not None:
+            return OrderColumns.of(self.explicit_order)
+        layout = self.layout
+        return named_order_columns(
+            self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
+        )
 
     @cached_property
     def estimate_s(self) -> float:
-        """Step time simulated op by op, not kernel by kernel: fast, for searching.
-
-        A long step is periodic in its middle, so that two short ones give its length.
-        """
+        """Step time, timed op by op, not kernel by kernel: fast, for searching."""
         known = self.context.cache.estimates
         if self._key not in known:
-            known[self._key] = self._estimated_s()
+            known[self._key] = self.op_timeline.step_s
         return known[self._key]
-
-    def _estimated_s(self) -> float:
-        stages = self.layout.pp
-        if self.explicit_order is None and self.microbatches > LONG_STEP_ROUNDS * stages:
-            short, longer = (replace(self, microbatches=count * stages).estimate_s for count in (3, 4))
-            return longer + (self.microbatches / stages - 4) * (longer - short)
-        slowdown = self.context.cost_model.assumptions.residence_slowdown
-        return simulate_schedule(self.op_schedule(), slowdown=slowdown).step_s
 
     @cached_property
     def seam_times(self) -> tuple[Floats, Floats, float]:
         """Times at which the first virtual stage starts forwards and ends backwards; the step's end."""
-        schedule = self.op_schedule()
-        timeline = simulate_schedule(
-            schedule, slowdown=self.context.cost_model.assumptions.residence_slowdown
-        )
-        entry = (schedule.device == 0) & (schedule.chunk == 0) & (schedule.lane == Lane.COMPUTE)
+        order, timeline = self.columns, self.op_timeline
+        entry = (order.chunk == 0) & (np.arange(len(order.kind)) < order.offset[1])
         starts, ends = np.zeros(self.microbatches), np.zeros(self.microbatches)
-        forward = entry & (schedule.kind == OpKind.FORWARD)
-        backward = entry & ((schedule.kind == OpKind.BACKWARD) | (schedule.kind == OpKind.INPUT_GRAD))
-        starts[schedule.microbatch[forward]] = timeline.start_s[forward]
-        ends[schedule.microbatch[backward]] = timeline.finish_s[backward]
+        forward = entry & (order.kind == OpKind.FORWARD)
+        backward = entry & ((order.kind == OpKind.BACKWARD) | (order.kind == OpKind.INPUT_GRAD))
+        starts[order.microbatch[forward]] = timeline.start_s[forward]
+        ends[order.microbatch[backward]] = timeline.finish_s[backward]
         return starts, ends, timeline.step_s
 
     @cached_property
@@ -204,8 +190,22 @@ class PipelineCandidate(BaseCandidate):
         return known[self._key]
 
     def _count_memories(self) -> tuple[RankMemory, ...]:
-        held = self.sums.stage_bytes(self.cut, self.layout.pp)
-        return tuple(self._memory_of(stage, held) for stage in range(self.layout.pp))
+        layout = self.layout
+        held = self.sums.stage_bytes(self.cut, layout.pp)
+        peaks = find_peak_activations(self.shortened.columns, held.saved, held.recomputed)
+        communicators = communicator_bytes(
+            layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
+        )
+        return tuple(
+            replace(
+                held.states_of(stage),
+                llm_activations=float(peaks[stage, 0] + held.working[stage]),
+                encoder_activations=float(peaks[stage, 1]),
+                communicators=communicators,
+                reserve=self.context.job.cluster.reserve_bytes,
+            )
+            for stage in range(layout.pp)
+        )
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one data-parallel replica's share for every pipeline, in a piece for each encoder block."""
@@ -240,22 +240,6 @@ class PipelineCandidate(BaseCandidate):
             policy=tuple(step for step in self.policy if step[0] == module),
         )
 
-    def _memory_of(self, stage: int, held: StageBytes) -> RankMemory:
-        layout = self.layout
-        order = self.shortened.order[stage]
-        llm_bytes, encoder_bytes = peak_activation_bytes(
-            order, held.saved[:, stage], held.recomputed[:, stage]
-        )
-        return replace(
-            held.states_of(stage),
-            llm_activations=llm_bytes + float(held.working[stage]),
-            encoder_activations=encoder_bytes,
-            communicators=communicator_bytes(
-                layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
-            ),
-            reserve=self.context.job.cluster.reserve_bytes,
-        )
-
 
 @lru_cache(maxsize=256)
 def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
@@ -266,6 +250,12 @@ def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) ->
         return build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=microbatches)
     assert name == "zero-bubble", name
     return build_zero_bubble_order(stages=stages, chunks=chunks, microbatches=microbatches)
+
+
+@lru_cache(maxsize=256)
+def named_order_columns(name: str, *, stages: int, chunks: int, microbatches: int) -> OrderColumns:
+    """Returns the columns of the op order called `name`."""
+    return OrderColumns.of(build_op_order(name, stages=stages, chunks=chunks, microbatches=microbatches))
 
 
 def available_op_orders(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from optimus.cost.priced_layer import PricedLayer
 from optimus.errors import DoesNotFit
-from optimus.ir.op import Floats, OpKind
+from optimus.ir.op import Floats, Ints, OpKind
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, RecomputePolicy
 from optimus.planner.systems.op_order_search import (
@@ -24,6 +24,7 @@ from optimus.planner.systems.pipeline import (
     PipelineCandidate,
     available_op_orders,
 )
+from optimus.schedule._numba import njit_cached
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.stage_costs import Cut
 
@@ -38,22 +39,31 @@ def minimize_largest_stage(weights: Floats | Sequence[float], parts: int) -> Cut
 
     F(l, m) = min over j of max(F(j, m - 1), sum of weights j+1..l).
     """
-    prefix = np.concatenate([[0.0], np.cumsum(weights)])
-    count = len(prefix) - 1
-    assert parts <= count, f"{parts} virtual stages for {count} layers"
-    best = prefix.copy()
+    assert parts <= len(weights), f"{parts} virtual stages for {len(weights)} layers"
+    return tuple(_minimize_largest_stage(np.asarray(weights, np.float64), parts).tolist())
+
+
+@njit_cached
+def _minimize_largest_stage(weights: Floats, parts: int) -> Ints:
+    count = len(weights)
+    prefix = np.zeros(count + 1)
+    for layer in range(count):
+        prefix[layer + 1] = prefix[layer] + weights[layer]
+    best, choices = prefix.copy(), np.zeros((parts + 1, count + 1), np.int64)
     best[0] = np.inf
-    choices = []
     for part in range(2, parts + 1):
-        cost = np.maximum(best[:, None], prefix[None, :] - prefix[:, None])
-        cost[np.tri(count + 1, k=0, dtype=bool)] = np.inf  # a part holds at least one layer
-        choices.append(cost.argmin(axis=0))
-        best = cost.min(axis=0)
-        best[:part] = np.inf
-    cut = [count]
-    for choice in reversed(choices):
-        cut.append(int(choice[cut[-1]]))
-    return (0, *reversed(cut))
+        for end in range(count, -1, -1):  # what is below `end` is still of one part less
+            least = np.inf
+            for before in range(part - 1, end):  # a part holds at least one layer
+                cost = max(best[before], prefix[end] - prefix[before])
+                if cost < least:
+                    least, choices[part, end] = cost, before
+            best[end] = least
+    cut = np.zeros(parts + 1, np.int64)
+    cut[parts] = count
+    for part in range(parts, 1, -1):
+        cut[part - 1] = choices[part, cut[part]]
+    return cut
 
 
 def cut_proportionally(weights: Floats | Sequence[float], parts: int) -> Cut:
@@ -98,9 +108,9 @@ def search_pipelines(
     """Returns the fastest pipelines of these modules that fit, over every V, op order and microbatch size.
 
     Specs are built in the order of their lower bounds until none can beat the pipelines so far; then a local
-    search improves cuts and orders.
+    search improves cuts and orders, with `evaluations` times the context's effort.
     """
-    policies = list(context.recompute_policies(modules))
+    policies, evaluations = list(context.recompute_policies(modules)), round(context.effort * evaluations)
     pipelines: list[PipelineCandidate] = []
     kept, greedy_specs = min(starts, FINALISTS), 0
     for spec in sorted(

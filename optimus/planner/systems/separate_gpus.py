@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from optimus.cost.memory import RankMemory, communicator_bytes, peak_activation_bytes
+from optimus.cost.memory import RankMemory, communicator_bytes
 from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.job.layout import Layout
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
@@ -25,13 +25,15 @@ from optimus.planner.systems.encoder_replica import (
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import search_pipelines
+from optimus.schedule.op_times import OrderColumns, find_peak_activations
+from optimus.schedule.pipeline_orders import PipelineOp
 from optimus.schedule.pipeline_schedule import (
     PipelineBlockIds,
     add_pipeline_to_schedule,
     make_optimizer_graph,
 )
 from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
-from optimus.schedule.simulator import simulate_schedule
+from optimus.schedule.simulator import Timeline, simulate_schedule
 
 LEADS_STEPS = (0.0, 0.3, 1.0)  # how far encoder forwards may run ahead
 ENCODER_GPU_FACTORS = (1.0, 1.15, 1.3)  # GPUs of the encoders, relative to their share of the work
@@ -52,8 +54,15 @@ class SeparateGpusCandidate(BaseCandidate):
     def stages(self) -> int:
         return len(self.llm.order)
 
-    def schedule(self) -> Schedule:
-        return self._build(kernels=True)
+    def simulated(self) -> tuple[Schedule, Timeline]:
+        return self._simulated
+
+    @cached_property
+    def _simulated(self) -> tuple[Schedule, Timeline]:
+        schedule, assumptions = self._build(kernels=True), self.context.cost_model.assumptions
+        return schedule, simulate_schedule(
+            schedule, slowdown=assumptions.residence_slowdown, launch_s=assumptions.launch_s
+        )
 
     def _build(self, *, kernels: bool) -> Schedule:
         context, plan, device = self.context, self.llm.plan, self.stages
@@ -170,12 +179,11 @@ class SeparateGpusCandidate(BaseCandidate):
 
     def _encoder_memory(self) -> RankMemory:
         memory = RankMemory(reserve=self.context.job.cluster.reserve_bytes)
-        order = tuple((kind, 0, microbatch) for kind, microbatch in self._order)
+        ops = tuple(PipelineOp(kind, 0, microbatch) for kind, microbatch in self._order)
+        order = OrderColumns.of((ops,))
         for replicated in self.encoders:
-            held, (kept,) = (
-                replicated.states,
-                peak_activation_bytes(order, [(replicated.saved_activation_bytes,)]),
-            )
+            held, saved = replicated.states, np.full((1, 1, 1), replicated.saved_activation_bytes)
+            kept = float(find_peak_activations(order, saved).sum())
             memory = replace(
                 memory,
                 parameters=memory.parameters + held.parameters,

@@ -24,6 +24,7 @@ from optimus.planner.systems.encoder_replica import (
 )
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.schedule.simulator import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +54,8 @@ class ThreePhaseCandidate(BaseCandidate):
     def memories(self) -> tuple[RankMemory, ...]:
         return self.filled.memories
 
-    def schedule(self) -> Schedule:
-        return self.filled.schedule()
+    def simulated(self) -> tuple[Schedule, Timeline]:
+        return self.filled.lowered.schedule, self.filled.lowered.timeline
 
     def search_result(self) -> SearchResult:
         """Returns the plan of this candidate."""
@@ -85,6 +86,7 @@ class ThreePhaseSystem(BaseSystem):
     name = "three-phase"
     allowed_as = "three-phase"
     makes_plan = True
+    simulate_within = 1.004
 
     def candidates(self, pipelines: LlmPipelines) -> Iterator[ThreePhaseCandidate]:
         """Yields candidates around the LLM's best pipelines."""
