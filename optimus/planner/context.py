@@ -20,6 +20,7 @@ from optimus.job.model import Encoder, Llm
 from optimus.planner.worst_step import BinShape, DrawnSteps
 from optimus.schedule.op_phases import expand_op_into_phases
 from optimus.schedule.pipeline_orders import PipelineOrder
+from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
 from optimus.schedule.schedule_builder import ChunkPricer
 from optimus.schedule.stage_costs import Cut, LayerPrefixSums
 
@@ -43,6 +44,10 @@ class PlanningCache:
     def __init__(self) -> None:
         self.chunks: ChunkPricer | None = None
         self.priced: dict[object, tuple[PricedLayer, ...]] = {}
+        # By ids of layers, which are kept alive, so that ids stay valid.
+        self.traffic: dict[
+            tuple[tuple[int, ...], bool], tuple[tuple[PricedLayer, ...], ParameterTraffic]
+        ] = {}
         self.templates: dict[object, Template] = {}
         self.equal: dict[Template, Template] = {}
         self.sums: dict[int, tuple[tuple[PricedLayer, ...], LayerPrefixSums]] = {}
@@ -97,6 +102,18 @@ class PlanningContext:
             template = expand_op_into_phases(layers, kind, first=first, last=last)
             self.cache.templates[key] = self.cache.equal.setdefault(template, template)
         return self.cache.templates[key]
+
+    def parameter_traffic(
+        self, layers: Sequence[PricedLayer], *, gathers_frozen: bool = False
+    ) -> ParameterTraffic:
+        """Returns the traffic of the parameters of some layers, priced once."""
+        key = tuple(map(id, layers)), gathers_frozen
+        if key not in self.cache.traffic:
+            traffic = price_parameter_traffic(
+                layers, self.cost_model, self.job.model.precision, gathers_frozen=gathers_frozen
+            )
+            self.cache.traffic[key] = tuple(layers), traffic
+        return self.cache.traffic[key][1]
 
     def sums(self, layers: tuple[PricedLayer, ...]) -> LayerPrefixSums:
         """Returns running sums over `layers`, computed once."""

@@ -38,7 +38,7 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
 from optimus.schedule.op_phases import PASS_THROUGH_TEMPLATES, SECONDS_DIGITS, make_collective_kernel
-from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, price_parameter_traffic
+from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap
 from optimus.schedule.schedule_builder import PricedChunk
 from optimus.schedule.stage_costs import Cut
 
@@ -359,9 +359,8 @@ class ColocatedPlanBuilder:
 
     def _layer_bucket(self, chunk: int, at: int, layers: Sequence[PricedLayer], *, once: bool) -> Bucket:
         """Returns the bucket of a layer of a chunk, or of tied ones; `once`: gathered once a microbatch."""
-        cost_model, precision = self.context.cost_model, self.context.job.model.precision
         reshards = self.sharding == Sharding.PARAMETERS
-        part = price_parameter_traffic(layers, cost_model, precision, gathers_frozen=reshards)
+        part = self.context.parameter_traffic(layers, gathers_frozen=reshards)
         return replace(
             _bucket(chunk, at, at + (chunk != WHOLE_STAGE), part),
             gathered_per=(Span.MICROBATCH if once else Span.OP) if reshards else Span.STEP,
@@ -370,14 +369,13 @@ class ColocatedPlanBuilder:
 
     def _encoder_buckets(self, choice: ColocatedEncoder, stage: int) -> tuple[Bucket, ...]:
         """Returns one stage's buckets of an encoder: its layers, or as the LLM's in one pipeline with it."""
-        cost_model, precision = self.context.cost_model, self.context.job.model.precision
         chunks = choice.virtual_stages[stage :: choice.layout.pp]
         if self.sharding != Sharding.OPTIMIZER:
             return self._layer_buckets(chunks)
         if choice.pipeline_cut:
-            traffic = [price_parameter_traffic(layers, cost_model, precision) for layers in chunks]
+            traffic = [self.context.parameter_traffic(layers) for layers in chunks]
             return self._pipeline_buckets(traffic, [len(layers) for layers in chunks])
-        parts = [price_parameter_traffic([layer], cost_model, precision) for layer in chunks[0]]
+        parts = [self.context.parameter_traffic([layer]) for layer in chunks[0]]
         return tuple(_bucket(0, at, at + 1, part) for at, part in enumerate(parts) if _has_traffic(part))
 
     def _pipeline_buckets(
@@ -402,11 +400,10 @@ class ColocatedPlanBuilder:
         """Returns the time of the optimizer's pass over a rank's shards."""
         if not self.context.cost_model.assumptions.optimizer_time:
             return 0.0
-        precision, cost_model = self.context.job.model.precision, self.context.cost_model
         parts = list(self.llm.plan.traffic_of(stage))
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            parts.append(price_parameter_traffic(layers, cost_model, precision))
+            parts.append(self.context.parameter_traffic(layers))
         return round(sum(part.update_s for part in parts), SECONDS_DIGITS)
 
     # ------------------------------------------------------------------------ memory

@@ -34,7 +34,6 @@ from optimus.schedule.fill import (
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.lower import lower_to_programs
 from optimus.schedule.pipeline_orders import expand_order_to_phases
-from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 LOWER_TWO_UP_TO_LINES = 20_000  # program lines up to which two plans are lowered and the replay decides
 SMALL_LINES = 2_000  # program lines up to which other assignments are tried and candidates are replayed
@@ -347,5 +346,5 @@ class ColocationCandidate:
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Returns the seconds of these layers for their microbatches, and of their parameter traffic."""
         seconds = self.context.chunks.price(layers).seconds
-        traffic = price_parameter_traffic(layers, self.context.cost_model, self.context.job.model.precision)
+        traffic = self.context.parameter_traffic(layers)
         return traffic.gather_s + traffic.reduce_s + microbatches * sum(seconds[kind] for kind in kinds)

@@ -27,7 +27,6 @@ from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill import FillResult
 from optimus.schedule.llm_timeline import LlmTimeline
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
-from optimus.schedule.pipeline_schedule import price_parameter_traffic
 
 MAX_LAYOUTS = 6  # encoder layouts that are scheduled around one LLM pipeline, the most promising first
 MAX_SHIFTED_LAYOUTS = 2  # of them that are also scheduled with a later start of the LLM
@@ -370,8 +369,7 @@ def _split_layers_by_traffic(
     the NIC with the LLM's. Later stages begin later and end earlier: they have room for more layers. Starting
     from an even split, single layers move while the delay falls.
     """
-    precision = context.job.model.precision
-    traffic = [price_parameter_traffic([layer], context.cost_model, precision) for layer in layers]
+    traffic = [context.parameter_traffic([layer]) for layer in layers]
     gathers_s = [0.0, *accumulate(part.gather_s for part in traffic)]  # of the first n layers
     reduces_s = [0.0, *accumulate(part.reduce_s for part in traffic)]
     edges = [base.compute_span_s(stage, stages) for stage in range(stages)]

@@ -13,7 +13,7 @@ from optimus.ir.op import Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
+from optimus.schedule.pipeline_schedule import ParameterTraffic
 from optimus.schedule.schedule_builder import KernelGraph, ScheduleBuilder, make_single_kernel_graph
 
 BUCKETS = 8  # per encoder: enough to overlap, few enough for large messages
@@ -43,10 +43,7 @@ class EncoderReplica:
     @cached_property
     def traffic(self) -> list[ParameterTraffic]:
         """Parameter traffic of every bucket."""
-        precision = self.context.job.model.precision
-        return [
-            price_parameter_traffic(bucket, self.context.cost_model, precision) for bucket in self.buckets
-        ]
+        return [self.context.parameter_traffic(bucket) for bucket in self.buckets]
 
     def add_forward(
         self, builder: ScheduleBuilder, device: int, microbatch: int, *, first: bool, after: list[int]

@@ -22,7 +22,7 @@ from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocated_plan import Sharding
 from optimus.planner.systems.pipeline import PipelineCandidate
-from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
+from optimus.schedule.pipeline_schedule import ParameterTraffic
 
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
@@ -42,11 +42,7 @@ class FsdpCandidate(PipelineCandidate):
     @cached_property
     def _traffic(self) -> list[ParameterTraffic]:
         """Parameter traffic of every layer; frozen layers are gathered too."""
-        precision = self.context.job.model.precision
-        return [
-            price_parameter_traffic([layer], self.context.cost_model, precision, gathers_frozen=True)
-            for layer in self.layers
-        ]
+        return [self.context.parameter_traffic([layer], gathers_frozen=True) for layer in self.layers]
 
     @property
     def estimate_s(self) -> float:
