@@ -237,6 +237,8 @@ def broken_promises(planned: RecommendedPlan) -> Iterator[str]:
     fastest_s = min(recommendation.drawn[name].mean_s for name in recommendation.planned)
     if recommendation.steps.mean_s > 1.02 * fastest_s:
         yield f"{recommendation.name} is beyond the margin"
+    if not planned.comparison.llm_only.fits:
+        yield f"the floor needs {planned.comparison.llm_only.memory.total / 1e9:.1f} GB"
     if planned.comparison.floor_1f1b_s < planned.floor_s:
         yield f"1F1B is below the floor: {planned.comparison.floor_1f1b_s} s of {planned.floor_s}"
     for name, system in systems.items():

@@ -51,6 +51,14 @@ def test_kernel_level_and_op_level_agree(name: str, assumptions: str) -> None:
         assert 0.98 * coarse <= fine <= 1.006 * coarse
 
 
+@pytest.mark.ci("search")
+def test_a_sharded_layout_that_needs_more_than_was_counted_is_no_floor() -> None:
+    """Two gathers and two reduces of embedding and head overlap: more than two neighbours of either."""
+    job = find_job("internvl3-78b", "h100:512")
+    floor = compare_systems(job, names=["llm-only"]).llm_only
+    assert floor.fits and "pp4" in floor.how
+
+
 # ------------------------------------------------------------------------ every system of a job
 
 

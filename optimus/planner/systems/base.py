@@ -114,11 +114,14 @@ class BaseSystem(ABC):
         """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""
 
     def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
-        """Simulates the fastest candidate that fits."""
-        candidates = pipelines.candidates(self)
-        return self.simulate_candidate(
-            select_fastest(pipelines.context, self.name, candidates, within=self.simulate_within)
-        )
+        """Simulates the fastest candidate that fits, also by the exact memory of its plan."""
+        candidates = list(pipelines.candidates(self))
+        while True:
+            fastest = select_fastest(pipelines.context, self.name, candidates, within=self.simulate_within)
+            simulated = self.simulate_candidate(fastest)
+            if simulated.fits:
+                return simulated
+            candidates.remove(fastest)
 
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
