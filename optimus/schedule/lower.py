@@ -10,6 +10,7 @@ no duration share a time: lines are also counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -116,10 +117,12 @@ class _Clock:
         count = len(messages)
         programs = _merge(header, lines, [_sends(messages, np.zeros(count), np.arange(count))])
         schedule = build_plan_schedule(plan, programs, header)
-        timeline = simulate_plan(plan, schedule)
+        with ThreadPoolExecutor(1) as beside:  # compiled loops release the GIL
+            turns = beside.submit(_turns, schedule)
+            timeline = simulate_plan(plan, schedule)
         phases = np.concatenate([program.kind for program in programs]) <= OpKind.WEIGHT_GRAD
         self.start_s = timeline.start_s[phases]
-        self.time_s, self.turn = _times(schedule, timeline)[phases], _turns(schedule)[phases]
+        self.time_s, self.turn = _times(schedule, timeline)[phases], turns.result()[phases]
         self.end_s: Floats = np.maximum(timeline.finish_s[phases], self.time_s)
         self._computes = schedule.lane[phases] == Lane.COMPUTE
 

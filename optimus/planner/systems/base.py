@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -126,28 +127,26 @@ class BaseSystem(ABC):
     def simulate_candidate(self, candidate: SystemCandidate) -> SimulatedSystem:
         """Simulates one candidate and derives the figures that systems are compared by."""
         context, (schedule, timeline) = candidate.context, candidate.simulated()
-        job, result = context.job, candidate.search_result()
-        memories = candidate.memories if result is None else result.memories
+        job = context.job
+        with ThreadPoolExecutor(1) as beside:  # compiled loops release the GIL
+            overlapped = beside.submit(_simulate_overlapped, context.cost_model.assumptions, schedule)
+            result = candidate.search_result()
+            memories = candidate.memories if result is None else result.memories
+            bubbles = average_bubbles(sum_bubbles_by_cause(schedule, timeline), candidate.device_gpus)
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
         tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
-        assumptions = context.cost_model.assumptions
-        overlapped = simulate_schedule(
-            _overlap_tp(assumptions, schedule),
-            slowdown=assumptions.residence_slowdown,
-            launch_s=assumptions.launch_s,
-        )
         return SimulatedSystem(
             name=self.name,
             how=candidate.describe(),
             step_s=timeline.step_s,
-            overlapped_step_s=overlapped.step_s,
+            overlapped_step_s=overlapped.result(),
             mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
             worst_rank=schedule.device_name(worst),
-            bubbles=average_bubbles(sum_bubbles_by_cause(schedule, timeline), candidate.device_gpus),
+            bubbles=bubbles,
             fits=memories[worst].total <= context.capacity_bytes,
             candidate=candidate,
             schedule=schedule,
@@ -189,9 +188,13 @@ def select_fastest(
     return best
 
 
-def _overlap_tp(assumptions: Assumptions, schedule: Schedule) -> Schedule:
-    """Hides at least OVERLAPPED_TP_SHARE of the schedule's TP traffic."""
+def _simulate_overlapped(assumptions: Assumptions, schedule: Schedule) -> float:
+    """Returns the step of a schedule with at least OVERLAPPED_TP_SHARE of its TP traffic hidden."""
     hidden = assumptions.tp_overlapped_share
     factor = min(1.0, (1.0 - OVERLAPPED_TP_SHARE) / (1.0 - hidden)) if hidden < 1.0 else 1.0
     scale = np.where(schedule.communicator == Communicator.TP, factor, 1.0)
-    return replace(schedule, duration_s=schedule.duration_s * scale)
+    return simulate_schedule(
+        replace(schedule, duration_s=schedule.duration_s * scale),
+        slowdown=assumptions.residence_slowdown,
+        launch_s=assumptions.launch_s,
+    ).step_s
