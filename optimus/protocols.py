@@ -58,6 +58,10 @@ class SystemCandidate(Protocol):
     def device_gpus(self) -> Floats | None:
         """GPUs that each device of the schedule represents; None if all represent equally many."""
 
+    @property
+    def llm_elsewhere(self) -> SystemCandidate | None:
+        """The LLM's pipeline, if it has a layout that other systems cannot have: on fewer GPUs."""
+
     def simulated(self) -> tuple[Schedule, Timeline]:
         """Returns one training step, kernel by kernel, and when its kernels run."""
 

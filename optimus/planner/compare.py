@@ -96,6 +96,9 @@ def compare_systems(
     fastest_llm = best.price_llm_alone()
     llm_only, floor_1f1b_s = best.simulate_floor()
     outcomes = {name: best.simulate(name) for name in checked}
+    llm_only = _lower_floor(llm_only, outcomes.values())
+    if LlmOnlySystem.name in outcomes:
+        outcomes[LlmOnlySystem.name] = llm_only
     return Comparison(
         job=job,
         assumptions=assumed,
@@ -238,6 +241,16 @@ class _BestOverLayouts:
             if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
                 best = simulated
         return refusals[0] if best is None else best
+
+
+def _lower_floor(floor: SimulatedSystem, outcomes: Iterable[SimulatedSystem | str]) -> SimulatedSystem:
+    """Returns the floor, or the LLM of a faster system that has it at a layout which was not compared."""
+    for system in outcomes:
+        if isinstance(system, SimulatedSystem) and system.step_s < floor.step_s:
+            alone = system.candidate.llm_elsewhere
+            if alone is not None:
+                floor = min(floor, LlmOnlySystem().simulate_candidate(alone), key=lambda each: each.step_s)
+    return floor
 
 
 def _least_estimate_s(system: System, pipelines: LlmPipelines) -> float:

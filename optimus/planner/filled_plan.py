@@ -156,6 +156,11 @@ class SearchResult:
         return self.filled.estimate_s
 
     @property
+    def llm_elsewhere(self) -> None:
+        """None: the LLM has one of the layouts that are compared."""
+        return None
+
+    @property
     def device_gpus(self) -> None:
         """None: every device class represents equally many GPUs."""
         return None

@@ -81,6 +81,11 @@ class BaseCandidate(ABC):
         """None: every device of the schedule represents equally many GPUs."""
         return None
 
+    @property
+    def llm_elsewhere(self) -> SystemCandidate | None:
+        """None: the LLM has one of the layouts that are compared."""
+        return None
+
     def search_result(self) -> SearchResult | None:
         """None: no plan describes the configuration."""
         return None

@@ -54,6 +54,10 @@ class SeparateGpusCandidate(BaseCandidate):
     def stages(self) -> int:
         return len(self.llm.order)
 
+    @property
+    def llm_elsewhere(self) -> PipelineCandidate:
+        return self.llm
+
     def simulated(self) -> tuple[Schedule, Timeline]:
         return self._simulated
 
