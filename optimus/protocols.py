@@ -118,6 +118,9 @@ class System(Protocol):
         `again`: the system itself was searched at another layout.
         """
 
+    def first_step_s(self, pipelines: LlmPipelines) -> float:
+        """Returns a step soon found at a layout, by which layouts are ordered; 0 if there is none."""
+
     def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
         """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""
 

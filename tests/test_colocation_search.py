@@ -25,7 +25,7 @@ from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, s
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.colocation_search import PIECES_PER_BLOCK, ColocationSearch, move_layer
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
-from optimus.planner.systems.optimus import search_optimus_plan
+from optimus.planner.systems.optimus import OptimusSearch
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
 from optimus.verify.validator import check_plan
 
@@ -54,7 +54,8 @@ def check_random(seeds: range) -> None:
         if not context.job.model.encoders:
             continue
         try:
-            found = search_optimus_plan(context, [random_llm(Random(seed), context, splits=bool(seed % 2))])
+            llm = random_llm(Random(seed), context, splits=bool(seed % 2))
+            found = OptimusSearch(context, [llm]).find_plan()
         except (DoesNotFit, UserError):
             continue
         violations = check_plan(bound(found.filled.plan, context)).violations
@@ -167,7 +168,7 @@ def check_over_floor(name: str, assumed: str, record_property: Record) -> None:
         context, _ = choose_smallest_context(made, get_preset(assumed))
         floor = LlmPipelines(context).floor_1f1b
         floor_s = simulate_step_s(floor)
-        found = search_optimus_plan(context, [floor])
+        found = OptimusSearch(context, [floor]).find_plan()
         over = found.filled.step_s / floor_s
         record_property("over floor-1f1b", round(over, 4))
         assert over <= limit, f"{over:.4f}"
@@ -274,7 +275,7 @@ def test_three_pieces_fit_slots_that_two_do_not() -> None:
     With all microbatches resident three take 13.78 s, with as many as fit at p99 of steps 13.87 s.
     """
     context, _ = choose_smallest_context(long_tailed(), get_preset("default"))
-    found = search_optimus_plan(context, LlmPipelines(context).for_colocation)
+    found = OptimusSearch(context, LlmPipelines(context).for_colocation).find_plan()
     (name,) = found.plan.encoders
     assert found.plan.modules[name].microbatches_per_llm_microbatch == 3
     assert found.filled.step_s < 13.9
@@ -305,6 +306,6 @@ def test_chunks_left_open_are_also_halved() -> None:
     context, _ = choose_smallest_context(open_job, get_preset("default"))
     floors = LlmPipelines(context)
     assert [llm.layout.chunks for llm in floors.for_colocation] == [20, 20, 10]
-    best = search_optimus_plan(context, floors.for_colocation)
+    best = OptimusSearch(context, floors.for_colocation).find_plan()
     assert best.llm.layout.chunks == 10
-    assert best.filled.step_s < search_optimus_plan(context, floors.floors).filled.step_s
+    assert best.filled.step_s < OptimusSearch(context, floors.floors).find_plan().filled.step_s

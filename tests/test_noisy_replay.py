@@ -24,7 +24,7 @@ from optimus.ir.op import Floats, Lane, OpKind, Schedule
 from optimus.ir.ranks import LLM
 from optimus.job.read import find_job
 from optimus.planner.planning import PlanningResult, make_plan
-from optimus.planner.systems.optimus import search_optimus_plan
+from optimus.planner.systems.optimus import OptimusSearch
 from optimus.schedule.noisy_replay import (
     JITTER,
     JITTER_STRAGGLERS_HICCUPS,
@@ -145,7 +145,7 @@ def test_the_same_kernel_meets_the_same_noise_in_every_system(seed: int) -> None
     llm = random_llm(Random(seed), context)
     first, *inner, last = llm.cut
     moved = replace(llm, cut=(first, *(last - place for place in reversed(inner)), last))
-    alone, other, filled = llm.filled, moved.filled, search_optimus_plan(context, [llm]).filled
+    alone, other, filled = llm.filled, moved.filled, OptimusSearch(context, [llm]).find_plan().filled
     expected = llm_seconds(alone.lowered.schedule, ModulePlacement.of_plan(alone.plan))
     for found in (other, filled):
         places = ModulePlacement.of_plan(found.plan)

@@ -206,14 +206,20 @@ class _BestOverLayouts:
             return False
         return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
 
-    def _order_layouts(self, system: System) -> list[LlmPipelines]:
-        """Returns layouts in the order of the shortest step of a contained system, then of the LLM alone."""
+    def _order_layouts(self, system: System, known_s: float) -> list[LlmPipelines]:
+        """Returns layouts in the order of a system's first schedules, of contained systems, of the LLM."""
+        if not system.searches_layouts:
+            return self.possible[:1]
 
         def step_s(pipelines: LlmPipelines) -> float:
             known = (self._steps_s.get((name, pipelines), inf) for name in system.contains)
             return min(known, default=inf)
 
-        return sorted(self.possible, key=step_s)
+        def first_step_s(pipelines: LlmPipelines) -> float:
+            return inf if self._is_floor_above(known_s, pipelines) else system.first_step_s(pipelines)
+
+        by_contained = sorted(self.possible, key=step_s)
+        return sorted(by_contained, key=first_step_s) if len(by_contained) > 1 else by_contained
 
     def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
         """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.
@@ -222,7 +228,7 @@ class _BestOverLayouts:
         """
         best: SimulatedSystem | None = None
         refusals = []
-        for pipelines in self._order_layouts(system) if system.searches_layouts else self.possible[:1]:
+        for pipelines in self._order_layouts(system, known_s):
             self._report(system.name)
             limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
             if system.needs_llm_pipeline and self._is_floor_above(limit_s, pipelines):

@@ -25,8 +25,9 @@ from optimus.schedule.simulator import Timeline, simulate_schedule
 if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
 
-SIMULATE_AT_MOST = 4  # candidates of a system that are simulated kernel by kernel,
-SIMULATE_WITHIN = 1.001  # if their estimates, exact for most, are at most this times the shortest step so far
+SIMULATE_WITHIN = 1.001  # most that a step is, times its estimate, which is exact for most candidates
+SIMULATE_AT_MOST = 4  # candidates with such estimates that are simulated kernel by kernel,
+SIMULATE_OPS = 800_000  # as long as their schedules have no more ops together
 OVERLAPPED_TP_SHARE = 0.7  # of TP traffic, which a framework with fused or pipelined collectives may hide
 
 
@@ -115,6 +116,10 @@ class BaseSystem(ABC):
         """Returns the system itself: all its candidates are listed."""
         return self
 
+    def first_step_s(self, pipelines: LlmPipelines) -> float:
+        """Returns 0: layouts are searched in the order of what is known of them."""
+        return 0.0
+
     @abstractmethod
     def candidates(self, pipelines: LlmPipelines) -> Iterable[SystemCandidate]:
         """Returns configurations at one layout of the LLM; raises DoesNotFit if there is none."""
@@ -174,6 +179,7 @@ def select_fastest(
 
     All are ranked by estimate. If a step may be `within` times its estimate, and thus another be the fastest,
     they are simulated in this order, while the next estimate is about as short as the shortest step so far.
+    Of the largest schedules only the first is simulated, since that takes too long.
     """
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
@@ -184,9 +190,12 @@ def select_fastest(
     best, *others = sorted(fitting, key=lambda candidate: candidate.estimate_s)
     if not others or others[0].estimate_s > within * best.estimate_s:
         return best
-    step_s = simulate_step_s(best)
-    for other in others[: SIMULATE_AT_MOST - 1]:
-        if other.estimate_s > SIMULATE_WITHIN * step_s:
+    (schedule, timeline), count = best.simulated(), 1
+    step_s = timeline.step_s
+    for other in others:
+        count += 1
+        too_many = count > SIMULATE_AT_MOST or count * len(schedule) > SIMULATE_OPS
+        if too_many or other.estimate_s > SIMULATE_WITHIN * step_s:
             break
         other_s = simulate_step_s(other)
         best, step_s = (other, other_s) if other_s < step_s else (best, step_s)

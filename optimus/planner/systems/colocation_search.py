@@ -32,6 +32,7 @@ MAX_LAYOUTS = 6  # encoder layouts that are scheduled around one LLM pipeline, t
 MAX_SHIFTED_LAYOUTS = 2  # of them that are also scheduled with a later start of the LLM
 SHIFT_HALVINGS = 3  # steps of the binary search for the LLM's shift
 MAX_LAYER_MOVES = 6  # of one layer from one encoder stage to another
+MAX_GROWTH = 0.5  # of a step with the LLM's shift, above which larger shifts are not tried
 SEARCH_SHIFT_WITHIN = (
     1.01  # times the best step, with the same shift of the LLM: slower placements are dropped
 )
@@ -69,19 +70,24 @@ class ColocationSearch:
         self.rejected: list[RejectedLayout] = []
         self.considered = 0
         self._base: LlmTimeline | None = None
+        self._scheduled: list[ScheduledCandidate] = []  # common layouts, the most promising first
         self._ops_left = context.effort * MAX_SIMULATED_OPS
+        self._known: set[object] = set()  # placements that were scheduled
         # Peak bytes of a rank over all layouts so far: without recomputation, and with the least memory.
         self._bytes_without_recompute = self._least_bytes = inf
 
     def schedule_common_layouts(self) -> list[ScheduledCandidate]:
         """Schedules the most promising layouts, each for all encoders alike; returns the fastest first."""
-        scheduled: list[ScheduledCandidate] = []
-        for candidate in self._common_layouts():
-            if not scheduled or self._ops_left > 0:
-                scheduled.append(self._schedule(candidate))
-        scheduled.sort(key=_step_s)
+        scheduled = sorted(self.schedule_layouts(MAX_LAYOUTS), key=_step_s)
         shifted = [self._search_shift(each) for each in scheduled[:MAX_SHIFTED_LAYOUTS]]
         return sorted([*shifted, *scheduled[MAX_SHIFTED_LAYOUTS:]], key=_step_s)
+
+    def schedule_layouts(self, most: int) -> list[ScheduledCandidate]:
+        """Schedules the `most` most promising layouts, each once, without a shift of the LLM."""
+        for candidate in self._common_layouts[len(self._scheduled) : most]:
+            if not self._scheduled or self._ops_left > 0:
+                self._scheduled.append(self._schedule(candidate))
+        return self._scheduled[:most]
 
     def adds_no_recompute(self, scheduled: ScheduledCandidate) -> bool:
         """Returns whether encoders recompute no more than the job states."""
@@ -108,6 +114,7 @@ class ColocationSearch:
 
     # ------------------------------------------------------------------------ layouts
 
+    @cached_property
     def _common_layouts(self) -> list[ColocationCandidate]:
         """Returns the most promising layouts that fit, each for all encoders alike."""
         layouts: list[Layout] = []
@@ -190,10 +197,29 @@ class ColocationSearch:
 
     def _schedule(self, candidate: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
         self._ops_left -= len(candidate.fill.schedule)
+        self._known.add(self._identity(candidate.placements))
         return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.schedule_encoders(shift_s))
 
+    def _identity(self, placements: Placements) -> object:
+        """Returns what tells placements apart, with layers per stage spelled out."""
+        return tuple(
+            replace(chosen, layers_per_stage=self._layers_per_stage(name, chosen))
+            for name, chosen in placements.items()
+        )
+
+    def _layers_per_stage(self, name: str, chosen: EncoderPlacement) -> tuple[int, ...]:
+        layers = self.context.job.model.encoder(name).stack.layers
+        return chosen.layers_per_stage or split_layers_evenly(layers, chosen.layout.pp)
+
+    def _is_new(self, placements: Placements) -> bool:
+        """Returns whether placements were not scheduled yet, and may be."""
+        return self._ops_left > 0 and self._identity(placements) not in self._known
+
     def _search_shift(self, unshifted: ScheduledCandidate) -> ScheduledCandidate:
-        """Searches the shift of the LLM with the shortest step: the least that keeps encoders ahead."""
+        """Searches the shift of the LLM with the shortest step: the least that keeps encoders ahead.
+
+        Where a step grows with the shift, it grows further with a larger one.
+        """
         best, low_s, high_s = unshifted, 0.0, unshifted.arranged.late_s
         for _ in range(SHIFT_HALVINGS if high_s > IGNORE_DELAY_SHARE * unshifted.arranged.step_s else 0):
             if self._ops_left <= 0:
@@ -202,6 +228,8 @@ class ColocationSearch:
             best = min(best, middle, key=_step_s)
             shift_s = middle.arranged.shift_s
             ahead = middle.arranged.late_s - shift_s < (high_s - low_s) / 2
+            if not ahead and middle.step_s - unshifted.step_s > MAX_GROWTH * shift_s:
+                break
             low_s, high_s = (low_s, shift_s) if ahead else (shift_s, high_s)
         return best
 
@@ -229,8 +257,8 @@ class ColocationSearch:
                 name: replace(chosen, window=window if not chosen.window else min(window, chosen.window))
                 for name, chosen in scheduled.placements.items()
             }
-            if self._ops_left <= 0:
-                break
+            if not self._is_new(fewer):
+                continue
             bounded = self._schedule(self._candidate(fewer), scheduled.arranged.shift_s)
             if bounded.step_s <= (1 + IGNORE_SLOWDOWN_SHARE) * scheduled.step_s:
                 return bounded
@@ -249,7 +277,7 @@ class ColocationSearch:
         """
         for placements in changes:
             candidate = self._candidate(placements)
-            if not candidate.fits or self._ops_left <= 0:
+            if not self._is_new(placements) or not candidate.fits:
                 continue
             same_shift = self._schedule(candidate, scheduled.arranged.shift_s)
             if same_shift.step_s < within * scheduled.step_s:
@@ -313,13 +341,13 @@ class ColocationSearch:
         )
         stages = header.modules[name].layout.pp
         ends_s = [scheduled.arranged.ends_s[stage_of == stage].max() for stage in range(stages)]
-        inner_layers = self.context.job.model.encoder(name).stack.layers
-        counts = chosen.layers_per_stage or split_layers_evenly(inner_layers, stages)
+        counts = self._layers_per_stage(name, chosen)
         *earlier, last = np.argsort(ends_s).tolist()
         for taker in earlier[:2] if counts[last] > 1 else ():
             moved = replace(chosen, layers_per_stage=move_layer(counts, last, taker))
-            candidate = self._candidate({**scheduled.placements, name: moved})
-            if self._ops_left > 0 and candidate.fits:
+            placements = {**scheduled.placements, name: moved}
+            candidate = self._candidate(placements)
+            if self._is_new(placements) and candidate.fits:
                 yield self._schedule(candidate, scheduled.arranged.shift_s)
 
     def _layers_by_traffic(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from optimus.errors import DoesNotFit
 from optimus.ir.op import OpKind
@@ -18,6 +19,8 @@ from optimus.planner.systems.pipeline_search import EVALUATIONS, minimize_larges
 from optimus.planner.systems.registry import is_allowed
 from optimus.protocols import System, SystemCandidate
 
+T = TypeVar("T")
+
 PLAIN_ORDERS = ("1f1b", "interleaved")
 HALVE_CHUNKS_FROM = 8  # V from which half of it may leave encoders more time
 
@@ -27,13 +30,21 @@ class LlmPipelines:
 
     def __init__(self, context: PlanningContext) -> None:
         self.context = context
-        self._candidates: dict[System, list[SystemCandidate]] = {}
+        self._built: dict[object, Any] = {}
 
     def candidates(self, system: System) -> list[SystemCandidate]:
         """Returns a system's candidates at this layout, listed once."""
-        if system not in self._candidates:
-            self._candidates[system] = list(system.candidates(self))
-        return self._candidates[system]
+        if system not in self._built:
+            self._built[system] = list(system.candidates(self))
+        listed: list[SystemCandidate] = self._built[system]
+        return listed
+
+    def once(self, build: Callable[[LlmPipelines], T]) -> T:
+        """Returns what a function builds of these pipelines, built once."""
+        if build not in self._built:
+            self._built[build] = build(self)
+        built: T = self._built[build]
+        return built
 
     @cached_property
     def of_llm(self) -> list[PipelineCandidate]:
@@ -66,7 +77,7 @@ class LlmPipelines:
             pipelines = [self._at(self._stated, orders) for orders in (ORDERS, PLAIN_ORDERS)]
         else:
             pipelines = [*self.floors, *self._halved()]
-        return list({_identity(each): each for each in pipelines}.values())
+        return list({each.identity: each for each in pipelines}.values())
 
     def _halved(self) -> Iterator[PipelineCandidate]:
         most = self.floor.layout.chunks
@@ -123,8 +134,8 @@ class LlmPipelines:
                 starts=2,
                 evaluations=EVALUATIONS // 4,
             )
-            by_identity |= {_identity(each): replace(each, context=self.context) for each in pipelines[:1]}
-        by_identity.pop(_identity(pipeline), None)
+            by_identity |= {each.identity: replace(each, context=self.context) for each in pipelines[:1]}
+        by_identity.pop(pipeline.identity, None)
         yield from by_identity.values()
         yield from self.more_recomputed(pipeline)
 
@@ -159,12 +170,6 @@ def build_llm_pipeline(
         sequences=sequences,
         policy=policy,
     )
-
-
-def _identity(pipeline: PipelineCandidate) -> object:
-    """Returns the fields that tell pipelines of one context apart."""
-    order = pipeline.order_name, pipeline.explicit_order
-    return pipeline.cut, order, pipeline.microbatches, pipeline.layout, pipeline.policy
 
 
 class LlmOnlySystem(BaseSystem):

@@ -20,18 +20,22 @@ from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulator import ScheduleDeadlock
 
-HOPELESS_ABOVE = 1.1  # times a known step: more than other pipelines and refinement gain,
-HOPELESS_AGAIN_ABOVE = 1.03  # and than they gain at a layout over another, where they were tried
+HOPELESS_ABOVE = 1.1  # times a known step: more than other pipelines gain;
+HOPELESS_REFINED_ABOVE = 1.05  # than refinement gains;
+HOPELESS_AGAIN_ABOVE = 1.03  # than they gain at a layout over another, where they were tried;
+HOPELESS_FIRST_ABOVE = 1.05  # and than other encoder layouts gain there over the first
+FIRST_LAYOUTS = 2  # encoder layouts around the first pipeline, which tell where to search first
 REFINE_AT_MOST = 3  # candidates, over all LLM pipelines,
 REFINE_WITHIN = 1.01  # if their steps are at most this times the best
+LOWER_WITHIN = 1.005  # times a known step: a replay is about as long as the schedule that it replays
 
 
 @dataclass(frozen=True)
 class OptimusSystem(BaseSystem):
     """Encoders colocated with the LLM, their work list-scheduled over all lanes into the LLM's bubbles."""
 
-    hopeless_s: float = inf  # above this, the first schedules are not refined,
-    again: bool = False  # and not lowered where the system was searched at another layout
+    known_s: float = inf  # a step that a plan should be faster than
+    again: bool = False  # the system was searched at another layout
 
     name = "optimus"
     allowed_as = "fill"
@@ -41,18 +45,15 @@ class OptimusSystem(BaseSystem):
 
     def candidates(self, pipelines: LlmPipelines) -> list[SearchResult]:
         """Returns the best plan with filled bubbles."""
-        context = pipelines.context
-        if not context.job.model.encoders:
-            raise DoesNotFit("there is no encoder to place", "use llm-only")
-        llms, find_smaller = pipelines.for_colocation, pipelines.with_free_memory
-        return [
-            search_optimus_plan(context, llms, find_smaller, hopeless_s=self.hopeless_s, again=self.again)
-        ]
+        return [pipelines.once(OptimusSearch.around).find_plan(self.known_s, again=self.again)]
 
     def looking_below(self, step_s: float, *, again: bool = False) -> OptimusSystem:
         """Returns the system with a search that soon gives up what is not faster than a known step."""
-        above = HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE
-        return replace(self, hopeless_s=above * step_s, again=again)
+        return replace(self, known_s=step_s, again=again)
+
+    def first_step_s(self, pipelines: LlmPipelines) -> float:
+        """Returns the shortest of the first schedules."""
+        return pipelines.once(OptimusSearch.around).first_step_s()
 
 
 FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
@@ -62,76 +63,117 @@ def _find_none(llm: PipelineCandidate, added_bytes: Sequence[float]) -> Iterable
     return ()
 
 
-def search_optimus_plan(
-    context: PlanningContext,
-    llms: Sequence[PipelineCandidate],
-    find_smaller: FindSmaller = _find_none,
-    *,
-    hopeless_s: float = inf,
-    again: bool = False,
-) -> SearchResult:
-    """Returns the best plan around any of the LLM pipelines; the replay decides.
+class OptimusSearch:
+    """Searches the best plan around any of the LLM's pipelines at one layout; the replay decides.
 
     Where encoders fit only with added recomputation, `find_smaller` gives pipelines that leave more memory.
-    Where the first schedules are above `hopeless_s`, neither they nor other pipelines are refined; DoesNotFit
-    is raised if the plan is searched `again`, at another layout.
     """
-    searches: list[ColocationSearch] = []
-    pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
 
-    def search_around(llm: PipelineCandidate) -> list[ScheduledCandidate]:
-        searches.append(ColocationSearch(context, llm))
-        scheduled = searches[-1].schedule_common_layouts()
-        pool.extend((searches[-1], each) for each in scheduled)
-        return scheduled
+    def __init__(
+        self,
+        context: PlanningContext,
+        llms: Sequence[PipelineCandidate],
+        find_smaller: FindSmaller = _find_none,
+    ) -> None:
+        self._context, self._llms, self._find_smaller = context, llms, find_smaller
+        self._searches: dict[object, ColocationSearch] = {}  # by identity of the LLM's pipeline
+        self._pool: list[tuple[ColocationSearch, ScheduledCandidate]] = []
 
-    def best_s() -> float:
-        return min((scheduled.step_s for _, scheduled in pool), default=inf)
+    @classmethod
+    def around(cls, pipelines: LlmPipelines) -> OptimusSearch:
+        """Returns the search around pipelines that encoders are colocated with."""
+        if not pipelines.context.job.model.encoders:
+            raise DoesNotFit("there is no encoder to place", "use llm-only")
+        return cls(pipelines.context, pipelines.for_colocation, pipelines.with_free_memory)
 
-    def is_hopeless() -> bool:
-        return inf > best_s() > hopeless_s
+    def first_step_s(self) -> float:
+        """Returns the shortest of the first schedules around the first pipeline with room for encoders."""
+        for llm in self._llms:
+            first = self._search_of(llm).schedule_layouts(FIRST_LAYOUTS)
+            if first:
+                return min(scheduled.step_s for scheduled in first)
+        return inf
 
-    def is_too_slow(llm: PipelineCandidate) -> bool:
-        """Returns whether the LLM alone takes longer than the best candidate, or none can be fast enough."""
-        return llm.estimate_s > best_s() or is_hopeless()
+    def find_plan(self, known_s: float = inf, *, again: bool = False) -> SearchResult:
+        """Returns the best plan.
 
-    for llm in llms:
-        if is_too_slow(llm):
-            continue
-        scheduled = search_around(llm)
-        if not is_hopeless() and not any(map(searches[-1].adds_no_recompute, scheduled)):
-            for smaller in find_smaller(llm, searches[-1].added_bytes):
-                if not is_too_slow(smaller):
-                    search_around(smaller)
-    considered = sum(search.considered for search in searches)
-    rejected = [rejection for search in searches for rejection in search.rejected]
-    if is_hopeless() and again:
-        raise DoesNotFit(f"the step is longer at {context.layout} than at another layout", "use that layout")
-    pool.sort(key=lambda pair: pair[1].step_s)
-    close = [pair for pair in pool[:REFINE_AT_MOST] if pair[1].step_s <= REFINE_WITHIN * pool[0][1].step_s]
-    if is_hopeless():
-        close = []
-    refined = [search.refine(each) for search, each in close]
-    ranked = sorted([*refined, *(each for _, each in pool[len(close) :])], key=lambda each: each.step_s)
-    best = _first_that_fits(ranked, rejected)
-    if best is None:
-        reasons = "; ".join(summarize_rejections(rejected))
-        raise DoesNotFit(
-            f"encoders fit beside the LLM at {context.layout} in none of {considered} layouts: {reasons}",
-            "use recompute: full, more GPUs, more tp or pp, or another system",
+        Pipelines are no longer searched, and schedules not refined, where they are far above a known step.
+        If a plan was searched at another layout, before, those above it are not lowered either, but refused.
+        """
+        hopeless_s = (HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE) * known_s
+        slower = DoesNotFit(f"the step is longer at {self._context.layout} than a known one", "use that one")
+        if again and inf > self.first_step_s() > HOPELESS_FIRST_ABOVE * known_s:
+            raise slower
+        self._schedule_all(hopeless_s)
+        considered = sum(search.considered for search in self._searches.values())
+        rejected = [rejection for search in self._searches.values() for rejection in search.rejected]
+        ranked = sorted(self._pool, key=_step_s)
+        if ranked and _step_s(ranked[0]) <= min(hopeless_s, HOPELESS_REFINED_ABOVE * known_s):
+            close_s = REFINE_WITHIN * _step_s(ranked[0])
+            close = [pair for pair in ranked[:REFINE_AT_MOST] if _step_s(pair) <= close_s]
+            refined = [(search, search.refine(each)) for search, each in close]
+            ranked = sorted([*refined, *ranked[len(close) :]], key=_step_s)
+        if again:
+            lowered = [pair for pair in ranked if _step_s(pair) <= LOWER_WITHIN * known_s]
+            if ranked and not lowered:
+                raise slower
+            ranked = lowered
+        best = _first_that_fits([scheduled for _, scheduled in ranked], rejected)
+        if best is None:
+            reasons = "; ".join(summarize_rejections(rejected))
+            raise DoesNotFit(
+                f"encoders fit beside the LLM at {self._context.layout} in none of {considered} layouts: "
+                f"{reasons}",
+                "use recompute: full, more GPUs, more tp or pp, or another system",
+            )
+        filled, chosen = best
+        return SearchResult(
+            filled=filled,
+            llm=chosen.candidate.llm,
+            how=_describe(chosen),
+            considered=considered,
+            hidden_share=filled.hidden_share,
+            notes={"shift_s": chosen.arranged.shift_s},
+            peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled.plan),
+            rejected=rejected,
+            tried=[search.to_scheduled_layout(each) for search, each in self._pool],
         )
-    filled, chosen = best
-    return SearchResult(
-        filled=filled,
-        llm=chosen.candidate.llm,
-        how=_describe(chosen),
-        considered=considered,
-        hidden_share=filled.hidden_share,
-        notes={"shift_s": chosen.arranged.shift_s},
-        peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled.plan),
-        rejected=rejected,
-        tried=[search.to_scheduled_layout(each) for search, each in pool],
-    )
+
+    def _search_of(self, llm: PipelineCandidate) -> ColocationSearch:
+        """Returns the search around a pipeline, the same each time."""
+        return self._searches.setdefault(llm.identity, ColocationSearch(self._context, llm))
+
+    def _schedule_all(self, hopeless_s: float) -> None:
+        """Schedules encoders around all pipelines that can be fast enough, each once."""
+        self._pool.clear()
+        searched: set[object] = set()
+
+        def is_hopeless() -> bool:
+            return inf > self._best_s > hopeless_s
+
+        def search_around(llm: PipelineCandidate) -> list[ScheduledCandidate] | None:
+            if llm.identity in searched or llm.estimate_s > self._best_s or is_hopeless():
+                return None
+            searched.add(llm.identity)
+            search = self._search_of(llm)
+            scheduled = search.schedule_common_layouts()
+            self._pool.extend((search, each) for each in scheduled)
+            return scheduled
+
+        for llm in self._llms:
+            scheduled, search = search_around(llm), self._search_of(llm)
+            if scheduled is None or is_hopeless() or any(map(search.adds_no_recompute, scheduled)):
+                continue
+            for smaller in self._find_smaller(llm, search.added_bytes):
+                search_around(smaller)
+
+    @property
+    def _best_s(self) -> float:
+        return min(map(_step_s, self._pool), default=inf)
+
+
+def _step_s(pair: tuple[ColocationSearch, ScheduledCandidate]) -> float:
+    return pair[1].step_s
 
 
 def _first_that_fits(

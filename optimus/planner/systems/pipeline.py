@@ -72,6 +72,12 @@ class PipelineCandidate(BaseCandidate):
             cost_model=self.context.cost_model,
         )
 
+    @property
+    def identity(self) -> object:
+        """The fields that tell pipelines of one context apart."""
+        order = self.explicit_order or self.order_name
+        return self.cut, order, self.microbatches, self.layout, self.policy
+
     @cached_property
     def _key(self) -> PipelineKey:
         """Cache key: pipelines that share it take as long and need as much memory."""

@@ -33,7 +33,8 @@ class FixedCutSystem(BaseSystem):
 
     def best_pipeline(self, pipelines: LlmPipelines) -> PipelineCandidate:
         """Returns the pipeline with the shortest estimate that fits, or else the least memory."""
-        candidates = self.candidates(pipelines)
+        listed = pipelines.candidates(self)
+        candidates = [candidate for candidate in listed if isinstance(candidate, PipelineCandidate)]
         fitting = [pipeline for pipeline in candidates if pipeline.fits]
         if not fitting:
             return min(candidates, key=lambda pipeline: pipeline.peak_bytes)
