@@ -34,6 +34,7 @@ from optimus.cli.text import (
     wrap_remark,
     wrap_text,
 )
+from optimus.environment import usable_cores
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
@@ -143,6 +144,7 @@ class PlanCommand:
                 profile=profile,
                 systems=split_names(self.system) or None,
                 effort=self.effort,
+                cores=usable_cores(),
                 progress=progress,
             )
         if not self.json:
@@ -156,7 +158,7 @@ class PlanCommand:
             from optimus.sensitivity.recommend import plan_recommended, recommend
 
             draws = 0 if self.no_sure else DRAWS
-            recommendation = recommend(comparison, draws=draws, progress=progress)
+            recommendation = recommend(comparison, draws=draws, cores=usable_cores(), progress=progress)
         return plan_recommended(comparison, recommendation, strategy=self.strategy)
 
     def _written(self, planned: PlanningResult, output: Path, digest: str) -> list[str]:

@@ -24,6 +24,7 @@ from optimus.cli.flags import (
     split_names,
 )
 from optimus.cli.text import align_columns, format_plan_title, wrap_closing_line, wrap_remark
+from optimus.environment import usable_cores
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
@@ -94,6 +95,7 @@ class SimulateCommand:
                 names=split_names(self.system) or None,
                 assumptions=assumptions,
                 profile=profile,
+                cores=usable_cores(),
                 progress=progress,
             )
         lines = format_comparison(comparison)

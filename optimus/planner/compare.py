@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import inf
 
@@ -14,6 +16,7 @@ from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
+from optimus.planner.forked import Forked
 from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
 from optimus.planner.systems.base import SIMULATE_WITHIN, SimulatedSystem, simulate_step_s
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
@@ -21,6 +24,7 @@ from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allo
 from optimus.planner.systems.today import TodaySystem
 from optimus.protocols import System
 
+ON_OTHER_CORE = "stage0", "balanced", "separate-gpus"  # systems that take about half of the time
 SIMILAR_WITHIN = 1.02  # steps of the LLM alone: the layout with the least cp comes first
 
 
@@ -73,12 +77,14 @@ def compare_systems(
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
     effort: float = 1.0,
+    cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the job under each named system (by default all that apply and schedule no encoder work).
 
     Each is taken at the best of the layouts that the job leaves open. `effort` multiplies the budgets of
-    searches: layouts that are compared, cuts and encoder schedules that are tried.
+    searches: layouts that are compared, cuts and encoder schedules that are tried. With more than one core
+    some systems are simulated in a process of their own; the answer is the same.
     """
     begin = time.monotonic()
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
@@ -94,7 +100,14 @@ def compare_systems(
     searched = [LlmPipelines(replace(context, effort=effort)) for context in contexts]
     best = _BestOverLayouts(checked, searched, progress)
     fastest_llm = best.price_llm_alone()
-    llm_only, floor_1f1b_s = best.simulate_floor()
+    on_other_core = [name for name in checked if name in ON_OTHER_CORE]
+    silent = best.without_progress() if cores > 1 else best
+    with Forked(partial(silent.simulate_all, on_other_core), cores=cores, shared=best.shared) as other:
+        llm_only, floor_1f1b_s = best.simulate_floor()
+        best.simulate_all(
+            [name for name in checked if name not in on_other_core and not load_system(name).contains]
+        )
+        best.add(other.result())
     outcomes = {name: best.simulate(name) for name in checked}
     llm_only = _lower_floor(llm_only, outcomes.values())
     if LlmOnlySystem.name in outcomes:
@@ -113,6 +126,9 @@ def compare_systems(
         search_s=time.monotonic() - begin,
         calibration=calibration,
     )
+
+
+_Simulated = tuple[dict[str, SimulatedSystem | str], dict[tuple[str, LlmPipelines], float]]
 
 
 class _BestOverLayouts:
@@ -172,6 +188,32 @@ class _BestOverLayouts:
         if plain.step_s < floor.step_s:  # estimates, which order the candidates of `floor`, are not exact
             floor = self._outcomes[LlmOnlySystem.name] = plain
         return floor, plain.step_s
+
+    @property
+    def shared(self) -> list[object]:
+        """Objects that all systems refer to."""
+        contexts = [pipelines.context for pipelines in self._searched]
+        parts = [part for context in contexts for part in (context, context.cost_model, context.cache)]
+        return [contexts[0].job, *parts, *self._searched]
+
+    def without_progress(self) -> _BestOverLayouts:
+        """Returns the same search, which reports nothing."""
+        other = copy(self)
+        other._progress = lambda name, done, total: None
+        return other
+
+    def simulate_all(self, names: Iterable[str]) -> _Simulated:
+        """Simulates systems; returns what is then known of all, and their steps at single layouts."""
+        for name in names:
+            self.simulate(name)
+        return self._outcomes, self._steps_s
+
+    def add(self, simulated: _Simulated) -> None:
+        """Adds systems that were simulated elsewhere."""
+        outcomes, steps_s = simulated
+        self._done += len(self._searched) * len(outcomes.keys() - self._outcomes.keys())
+        self._outcomes |= outcomes
+        self._steps_s |= steps_s
 
     def simulate(self, name: str) -> SimulatedSystem | str:
         """Returns the system at its best layout, once, or the reason why it cannot run."""

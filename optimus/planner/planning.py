@@ -135,6 +135,7 @@ def compare_for_plan(
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
     effort: float = 1.0,
+    cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the strategies, of which one is to be planned, and the systems to compare them with.
@@ -147,7 +148,13 @@ def compare_for_plan(
     names = dict.fromkeys(["llm-only", *applicable_systems(others, job), *strategies])
     try:
         comparison = compare_systems(
-            job, names=names, assumptions=assumptions, profile=profile, effort=effort, progress=progress
+            job,
+            names=names,
+            assumptions=assumptions,
+            profile=profile,
+            effort=effort,
+            cores=cores,
+            progress=progress,
         )
     except DoesNotFit as no:
         raise _with_remedies(no, job, assumptions) from no

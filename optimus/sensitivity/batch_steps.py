@@ -14,6 +14,7 @@ from optimus.ir.op import PARAMETER_TRAFFIC, Communicator, Floats, Ints, Lane, O
 from optimus.ir.ranks import LLM
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.compare import Comparison
+from optimus.planner.forked import compute_by_key
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.schedule.longest_path import LongestPath
 from optimus.schedule.schedule_builder import repeat_for_replicas
@@ -216,6 +217,7 @@ def simulate_batches(
     count: int = BATCHES,
     seed: int = SEED,
     all_replicas: bool = False,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, BatchStepTimes]:
     """Simulates each named system over the same batches: `count`, or as many as MAX_SIMULATED_OPS allow.
@@ -241,21 +243,27 @@ def simulate_batches(
     ops = sum(simulator.ops_per_batch for simulator in simulators.values())
     count = min(count, max(MIN_BATCHES, MAX_SIMULATED_OPS // max(ops, 1)))
     batches = draw_batches(comparison.job, count=count, seed=seed)
-    by_system: dict[str, BatchStepTimes] = {}
-    for place, (name, simulator) in enumerate(simulators.items()):
-        progress(f"steps of {name}", place, len(systems))
-        twin = next((done for done in by_system if systems[done].schedule is systems[name].schedule), None)
-        if twin is not None and name != TODAY != twin:
-            by_system[name] = replace(by_system[twin], system=name)
-            continue
+    twins = {
+        name: next((n for n in systems if systems[n].schedule is system.schedule), name)
+        for name, system in systems.items()
+    }
+    alone = {name: name if TODAY in (name, twins[name]) else twins[name] for name in systems}
+
+    def time_system(name: str) -> BatchStepTimes:
+        simulator = simulators[name]
         chosen = _choose_dealing(systems[name], simulator, batches) if dealing == BEST else dealing
         if chosen == "items" and simulator.assignment.dealing_replicas == 1:
             chosen = "reordered"
         steps_s = _time_batches(simulator, batches, range(count), chosen)
-        by_system[name] = BatchStepTimes(
-            system=name, dealing=chosen, steps_s=steps_s, simulations=simulator.simulations
-        )
-    return by_system
+        return BatchStepTimes(system=name, dealing=chosen, steps_s=steps_s, simulations=simulator.simulations)
+
+    timed = compute_by_key(
+        time_system,
+        {name: float(simulators[name].ops_per_batch) for name in dict.fromkeys(alone.values())},
+        cores=cores,
+        report=lambda name: progress(f"steps of {name}", list(systems).index(name), len(systems)),
+    )
+    return {name: replace(timed[twin], system=name) for name, twin in alone.items()}
 
 
 def _choose_dealing(system: SimulatedSystem, simulator: BatchSimulator, batches: DrawnBatches) -> str:

@@ -134,13 +134,14 @@ def plan_job(
     batches: int = BATCHES,
     draws: int = DRAWS,
     effort: float = 1.0,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> RecommendedPlan:
     """Plans the recommended system of a job, or the one called `strategy`, and checks the plan by all rules.
 
     `systems` are those to choose from: all that apply, by default. With `draws=0` no perturbed cost models
     are simulated. `effort` multiplies the budgets of searches. DoesNotFit proposes changes under which a job
-    fits.
+    fits. With more than one of `cores`, processes share the work; the answer is the same.
     """
     comparison = compare_to_recommend(
         job,
@@ -149,9 +150,10 @@ def plan_job(
         profile=profile,
         systems=systems,
         effort=effort,
+        cores=cores,
         progress=progress,
     )
-    recommendation = recommend(comparison, batches=batches, draws=draws, progress=progress)
+    recommendation = recommend(comparison, batches=batches, draws=draws, cores=cores, progress=progress)
     return plan_recommended(comparison, recommendation, strategy=strategy)
 
 
@@ -163,6 +165,7 @@ def compare_to_recommend(
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
     effort: float = 1.0,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates all systems that may be recommended."""
@@ -177,6 +180,7 @@ def compare_to_recommend(
         profile=profile,
         systems=[*chosen, *filled],
         effort=effort,
+        cores=cores,
         progress=progress,
     )
 
@@ -187,11 +191,14 @@ def recommend(
     batches: int = BATCHES,
     draws: int = DRAWS,
     seed: int = SEED,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> Recommendation:
     """Recommends the simplest system whose mean step over drawn batches is close to the fastest's."""
     names = _list_contenders(comparison)
-    steps = simulate_batches(comparison, names, dealing=BEST, count=batches, seed=seed, progress=progress)
+    steps = simulate_batches(
+        comparison, names, dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
+    )
     drawn = dict(sorted(steps.items(), key=lambda item: item[1].mean_s))
     planned = [name for name in drawn if _can_be_planned(name, comparison.job)]
     close = [n for n in planned if drawn[n].mean_s <= MIN_SPEEDUP_WORTH_FILLING * drawn[planned[0]].mean_s]
@@ -202,7 +209,13 @@ def recommend(
         drawn=drawn,
         planned=tuple(planned),
         sure=compute_win_rate(
-            comparison, chosen, {n: drawn[n] for n in planned}, draws=draws, seed=seed, progress=progress
+            comparison,
+            chosen,
+            {name: drawn[name] for name in planned},
+            draws=draws,
+            seed=seed,
+            cores=cores,
+            progress=progress,
         )
         if draws
         else None,

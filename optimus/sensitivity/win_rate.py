@@ -11,6 +11,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions
 from optimus.ir.op import Floats
 from optimus.planner.compare import Comparison
+from optimus.planner.forked import compute_by_key
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.planner.systems.base import SimulatedSystem
 from optimus.sensitivity.batch_steps import BatchStepTimes
@@ -100,6 +101,7 @@ def compute_win_rate(
     margin: float = MIN_SPEEDUP_WORTH_FILLING,
     draws: int = DRAWS,
     seed: int = SEED,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> WinRate:
     """Simulates the drawn systems' schedules, unchanged, under cost models with all parameters perturbed.
@@ -111,11 +113,19 @@ def compute_win_rate(
     chosen, left_out = choose_systems_to_simulate(comparison, system, drawn)
     parameters = uncertain_parameters(base, comparison.assumptions.time_scale)
     models = draw_cost_models(base, parameters, draws=draws, seed=seed) if len(chosen) > 1 else []
-    steps: dict[str, Floats] = {}
-    for place, other in enumerate(chosen):
-        progress(f"perturbed {other.name}", place, len(chosen))
+
+    def time_system(place: int) -> Floats:
+        other = chosen[place]
         steps_s = PerturbableSchedule(other.schedule, encoders, base).steps_s(models)
-        steps[other.name] = steps_s * (drawn[other.name].mean_s / other.step_s)
+        return steps_s * (drawn[other.name].mean_s / other.step_s)
+
+    by_place = compute_by_key(
+        time_system,
+        {place: float(len(other.schedule)) for place, other in enumerate(chosen)},
+        cores=cores,
+        report=lambda place: progress(f"perturbed {chosen[place].name}", place, len(chosen)),
+    )
+    steps = {other.name: by_place[place] for place, other in enumerate(chosen)}
     names = list(steps)
     by_system = np.stack(list(steps.values()))
     holds = by_system[names.index(system)] <= margin * by_system.min(axis=0)
