@@ -56,8 +56,8 @@ def test_a_process_that_fails_is_replaced_and_errors_are_raised_here() -> None:
     def refuses() -> None:
         raise DoesNotFit("no", "never")
 
-    with Forked(refuses, cores=2) as forked, pytest.raises(DoesNotFit):
-        forked.result()
+    with Forked(refuses, cores=2) as refused, pytest.raises(DoesNotFit):
+        refused.result()
     assert not has_child()
 
 
