@@ -125,14 +125,18 @@ class PacedComparison:
     """Measured steps of all variants beside their replays; `faults` are those of our plans."""
 
     def __init__(
-        self, results: Sequence[RankResult], predicted_s: Mapping[str, float], faults: Sequence[str]
+        self,
+        results: Sequence[RankResult],
+        predicted_s: Mapping[str, float],
+        faults: Sequence[str],
+        ours: str = OURS,
     ) -> None:
-        self.predicted_s, self.faults = predicted_s, faults
+        self.predicted_s, self.faults, self._ours = predicted_s, faults, ours
         self._steps = {
             name: [list(ranks) for ranks in zip(*(result.steps[name] for result in results), strict=True)]
             for name in results[0].steps
         }
-        self.ours_s = median(counted_s(self._steps[OURS]))
+        self.ours_s = median(counted_s(self._steps[ours]))
         self.variants: dict[str, VariantTime] = {
             name: variant_time(steps, predicted_s[name], self.ours_s) for name, steps in self._steps.items()
         }
@@ -146,7 +150,7 @@ class PacedComparison:
     def problems(self) -> list[str]:
         """Returns faults, and steps too far from their replay."""
         problems = list(self.faults)
-        if OURS in self._all_disturbed:
+        if self._ours in self._all_disturbed:
             problems.append(ALL_DISTURBED)
         for name in self.measured_s:
             error = self.variants[name].error
@@ -159,10 +163,11 @@ class PacedComparison:
         notes = []
         if not self.faults:
             lines = sum(len(plan.programs[plan.ranks.class_of(rank)]) for rank in range(plan.ranks.world))
-            steps = len(self._steps[OURS])
+            steps = len(self._steps[self._ours])
             notes.append(
-                f"ours: {lines:,} lines in each of {steps} steps, all in program order; every op ended when "
-                f"the replay says to {TOLERANCE_S:g} s, and off by no more than hosts lost where they did"
+                f"{self._ours}: {lines:,} lines in each of {steps} steps, all in program order; every op "
+                f"ended when the replay says to {TOLERANCE_S:g} s, and off by no more than hosts lost where "
+                "they did"
             )
         all_steps = [ranks for steps in self._steps.values() for ranks in steps]
         disturbed = sum(map(is_disturbed, all_steps))

@@ -54,12 +54,13 @@ class SpendInBackward(torch.autograd.Function):
 
 
 class PacedStage(nn.Module):
-    """One virtual stage. With `split` its backward takes I and W, also where torch runs both; else B."""
+    """One virtual stage. If the schedule splits backwards, one takes I and W, also where torch runs both."""
 
-    def __init__(self, clock: PacedClock, seconds: Seconds, *, stage: int, width: int, split: bool) -> None:
+    def __init__(self, clock: PacedClock, seconds: Seconds, *, stage: int, like: TorchPipeline) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(width) * (1 + stage / 64))  # differs by stage, for tests
-        self._clock, self._seconds, self._stage, self._split = clock, seconds, stage, split
+        eye = torch.eye(like.width, dtype=like.dtype)
+        self.weight = nn.Parameter(eye * (1 + stage / 64))  # differs by stage, for tests
+        self._clock, self._seconds, self._stage, self._split = clock, seconds, stage, like.splits
         self.is_free = False  # takes no time: for the step in which torch connects stages
 
     def forward(self, rows: Tensor, microbatch: Tensor) -> Tensor:
@@ -125,11 +126,7 @@ class PacedPipeline:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._pipeline, self._ranks = pipeline, ranks
         numbers = pipeline.stages_of(rank, ranks)
-        make = make or (
-            lambda number: PacedStage(
-                clock, seconds, stage=number, width=pipeline.width, split=pipeline.splits
-            )
-        )
+        make = make or (lambda number: PacedStage(clock, seconds, stage=number, like=pipeline))
         self._modules = [make(number) for number in numbers]
         example = pipeline.example.requires_grad_()
         stages = [

@@ -55,7 +55,7 @@ def bench_paced_tp(
     pipelines = {name: search.best(job.pp) for name, search in searches.items() if name in names}
     counts = dict.fromkeys((*plans, *pipelines), rounds)
     task = PacedTask(
-        plans=partial(_make_models, plans, draws),
+        plans=partial(make_models, plans, draws),
         pipelines=partial(_make_pipelines, job, plans[OURS].plan, pipelines, draws),
         rounds=counts,
     )
@@ -69,14 +69,14 @@ def bench_paced_tp(
         timeout_s=time_scale * 4 * TIMEOUT_S,
         on_report=step_progress(progress, counts),
     )
-    replays = {name: _replay(variant, draws, name, results) for name, variant in plans.items()}
+    replays = {name: replay_variant(variant, draws, name, results) for name, variant in plans.items()}
     predicted_s = {name: replay.step_s for name, replay in replays.items()}
     predicted_s |= {name: variant.replayed_s(draws) for name, variant in pipelines.items()}
-    comparison = PacedComparison(results, predicted_s, _faults(plans, replays, results))
+    comparison = PacedComparison(results, predicted_s, find_plan_faults(plans, replays, results))
     return _result(job, comparison, plans[OURS].plan, time_scale)
 
 
-def choose_variants(names: Sequence[str], against: Sequence[str]) -> set[str]:
+def choose_variants(names: Sequence[str], against: Sequence[str], ours: str = OURS) -> set[str]:
     """Returns ours and the variants to compare with: all, if none is named."""
     for name in against:
         if name not in names:
@@ -84,17 +84,18 @@ def choose_variants(names: Sequence[str], against: Sequence[str]) -> set[str]:
                 field="--against",
                 value=name,
                 problem="is not a variant of this bench",
-                hint=f"use {one_of(repr(known) for known in names if known != OURS)}",
+                hint=f"use {one_of(repr(known) for known in names if known != ours)}",
             )
-    return {OURS, *against} if against else set(names)
+    return {ours, *against} if against else set(names)
 
 
 # ---------------------------------------------------------------------------- on every rank
 
 
-def _make_models(
+def make_models(
     variants: Mapping[str, PlanVariant], draws: Draws, network: PacedNetwork
 ) -> dict[str, PacedModel]:
+    """Returns this rank of every plan."""
     return {
         name: PacedModel(
             variant.job, variant.plan, draws, network, timeout_s=TIMEOUT_S, blocking=variant.blocking
@@ -121,12 +122,15 @@ def _make_pipelines(
 # ---------------------------------------------------------------------------- results
 
 
-def _replay(variant: PlanVariant, draws: Draws, name: str, results: Sequence[RankResult]) -> PlanReplay:
+def replay_variant(
+    variant: PlanVariant, draws: Draws, name: str, results: Sequence[RankResult]
+) -> PlanReplay:
+    """Replays a plan with the seconds of its ranks' transfers."""
     replay = replay_blocking if variant.blocking else replay_model
     return replay(variant.plan, draws, [result.traffic[name] for result in results])
 
 
-def _faults(
+def find_plan_faults(
     plans: Mapping[str, PlanVariant], replays: Mapping[str, PlanReplay], results: Sequence[RankResult]
 ) -> list[str]:
     """Describes faults of all plans with overlap; of blocking ones, only the end of the step is replayed."""

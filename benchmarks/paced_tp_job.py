@@ -55,9 +55,9 @@ END_S: dict[LayerClass, dict[OpKind, tuple[str, float]]] = {
 PATCHES = {OpKind.FORWARD: ("patches", SMALL_S), OpKind.WEIGHT_GRAD: ("patches", SMALL_S)}
 
 
-def _stack(layers: int, *, causal: bool) -> Stack:
+def _stack(layers: int, *, causal: bool, mlp_over_hidden: int) -> Stack:
     attention = Attention(heads=4, kv_heads=4, head_dim=WIDTH // 4, causal=causal)
-    mlp = Mlp(width=2 * WIDTH, gated=True)
+    mlp = Mlp(width=mlp_over_hidden * WIDTH, gated=True)
     return Stack(hidden=WIDTH, layers=layers, attention=attention, mlp=mlp, norm="rmsnorm")
 
 
@@ -88,9 +88,9 @@ def link_of(axis: str) -> PacedLink:
     return {"tp": TP_LINK, "dp": DP_LINK, "deal": DEAL_LINK}.get(axis.split(".")[-1], P2P_LINK)
 
 
-def replicas_on(ranks: int) -> list[int]:
+def replicas_on(ranks: int, tp: int = TP) -> list[int]:
     """Returns the numbers of replicas that fit."""
-    counts = [dp for dp in REPLICAS if ranks % (TP * dp) == 0 and 2 <= ranks // (TP * dp) <= MAX_STAGES]
+    counts = [dp for dp in REPLICAS if ranks % (tp * dp) == 0 and 2 <= ranks // (tp * dp) <= MAX_STAGES]
     if not counts:
         raise UserError(
             field="--ranks",
@@ -106,10 +106,12 @@ SEQUENCE = PackedSequence(text=TOKENS - sum(IMAGES), items=((VISION, IMAGES),))
 
 @dataclass(frozen=True, kw_only=True)
 class TpJob:
-    """`dp` replicas of LLM pipelines whose stages are tensor-parallel over two ranks; an encoder per rank."""
+    """`dp` replicas of LLM pipelines whose stages are tensor-parallel over `tp` ranks."""
 
     ranks: int
     dp: int = 2
+    tp: int = TP
+    mlp_over_hidden: int = 2  # width; more means more parameters, and no more seconds
     data: tuple[PackedSequence, ...] = (SEQUENCE,)
     encoder_work: float = (
         1.0  # over that of the LLM, which has a layer a stage; a layer of either takes as long
@@ -117,17 +119,17 @@ class TpJob:
     microbatches_per_stage: int = 4
 
     def __post_init__(self) -> None:
-        if self.dp not in (fits := replicas_on(self.ranks)):
+        if self.dp not in (fits := replicas_on(self.ranks, self.tp)):
             raise UserError(
                 field="--dp",
                 value=self.dp,
-                problem=f"replicas of 2 to {MAX_STAGES} stages of {TP} do not fit on {self.ranks} ranks",
+                problem=f"replicas of 2 to {MAX_STAGES} stages of {self.tp} do not fit on {self.ranks} ranks",
                 hint=f"use {one_of(map(str, fits))}",
             )
 
     @property
     def pp(self) -> int:
-        return self.ranks // self.dp // TP
+        return self.ranks // self.dp // self.tp
 
     @property
     def microbatches(self) -> int:
@@ -146,26 +148,27 @@ class TpJob:
     def bound_s(self) -> float:
         """Mean compute of encoder and LLM, spread evenly over all ranks."""
         layer_s = sum(sum(kernels.values()) for kernels in LAYER_S.values())
-        return self.microbatches * layer_s * (1 + self.encoder_layers / self.pp)
+        return self.microbatches * layer_s * (1 + self.encoder_layers / self.pp) * TP / self.tp
 
     @cached_property
     def job(self) -> Job:
         encoder = Encoder(
             name=VISION,
             modality="vision",
-            stack=_stack(self.encoder_layers, causal=False),
+            stack=_stack(self.encoder_layers, causal=False, mlp_over_hidden=self.mlp_over_hidden),
             projector=Projector(widths=(WIDTH,), merge=MERGE),
             patch_inputs=12,
             recompute="none",
         )
-        llm = Llm(stack=_stack(self.pp, causal=True), vocab=64, recompute="none")
+        stack = _stack(self.pp, causal=True, mlp_over_hidden=self.mlp_over_hidden)
+        llm = Llm(stack=stack, vocab=64, recompute="none")
         return Job(
             name="paced",
             model=Model(name="tiny", encoders=(encoder,), llm=llm),
             cluster=self._cluster,
             workload=Workload(sequence_tokens=TOKENS, sequences_per_step=self.sequences, sequences=self.data),
             layout=LayoutConstraints(
-                modules={LLM: PartialLayout(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=TP)},
+                modules={LLM: PartialLayout(dp=self.dp, pp=self.pp, cp=1, ep=1, tp=self.tp)},
                 limits=SearchLimits(microbatch_sequences=(1,)),
             ),
         )
@@ -193,7 +196,7 @@ class TpJob:
                 source="paced",
             ),
             gpus=self.ranks,
-            gpus_per_node=TP,
+            gpus_per_node=self.tp,
             within_node=link(_TP_BYTES_PER_S),
             between_nodes=link(_NIC_BYTES_PER_S),
             reserve_bytes=0.0,

@@ -24,15 +24,25 @@ from optimus.engine.config import TrainingConfig
 from optimus.engine.process_groups import make_process_groups
 from optimus.engine.rank_trainer import RankTrainer
 from optimus.engine.sharded_bucket import ShardedBucket
-from optimus.ir.op import COLLECTIVE_PHASES, COMPUTE_OPS, Floats, OpKind, Schedule
+from optimus.ir.op import (
+    COLLECTIVE_PHASES,
+    COMPUTE_OPS,
+    PARAMETER_TRAFFIC,
+    Floats,
+    KernelName,
+    OpKind,
+    Schedule,
+)
 from optimus.ir.plan import Phase, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.protocols import Dataset
 from optimus.schedule.plan_schedule import build_plan_schedule
+from optimus.schedule.schedule_builder import edges_to_csr
 from optimus.schedule.simulator import simulate_schedule
 
 DTYPE = torch.bfloat16
+NORMS = (KernelName.NORM1, KernelName.NORM2)
 
 
 def line_seconds(plan: Plan, device: int, draws: Draws) -> list[float]:
@@ -145,6 +155,7 @@ class PacedModel:
             dtype=DTYPE,
             device=torch.device("cpu"),
             recorder=self._pacing,
+            fuse=False,  # a layer in one piece would wait for its input behind the time of its first lines
             bucket_type=BlockingBucket if blocking else ShardedBucket,
             dataset=dataset,
         )
@@ -183,7 +194,9 @@ class PacedModel:
                 buckets = self.executor.buckets.at(name, place)
                 sizes = [len(bucket.grad_buffer) for bucket in buckets if isinstance(bucket, ShardedBucket)]
                 bucket_s[name, place] = _bucket_s(sizes, module.layout.dp)
-        seam = getattr(self._batch.context(LLM, 0), "seam", None)
+        program = self.plan.programs[self._device]
+        runs_llm = (program.module[program.kind == OpKind.FORWARD] == self.plan.names.index(LLM)).any()
+        seam = getattr(self._batch.context(LLM, 0), "seam", None) if runs_llm else None
         rows = (0, 0) if seam is None else (sum(seam.sent), sum(seam.received))
         gather_s, scatter_s = (
             TP_LINK.collective_s([torch.empty(count, WIDTH, dtype=DTYPE)], ranks=TP) for count in rows
@@ -217,16 +230,28 @@ def replay_model(plan: Plan, draws: Draws, traffic: Sequence[RankTraffic]) -> Pl
 
 
 def _coupled(plan: Plan) -> Schedule:
-    """Returns the coupled graph; ranks of a tensor-parallel head meet in the small gather of their loss."""
+    """Returns the coupled graph of what the engine runs.
+
+    Ranks of a tensor-parallel head meet in the small gather of their loss. Where nothing is tensor-parallel,
+    a norm of a forward runs with the product behind it, and that line waits for what the norm waits for.
+    """
     schedule = build_plan_schedule(plan, plan.programs)
     meeting = np.full(len(schedule), -1) if schedule.meeting is None else schedule.meeting.copy()
     first, at = meeting.max() + 1, 0
+    runs_at = np.arange(len(schedule))
     for device, program in enumerate(plan.programs):
-        for module, kind, chunk, microbatch, place in program.rows.tolist():
-            if kind == OpKind.FORWARD and phase_of(plan, device, module, kind, chunk, place).name == "head":
-                meeting[at] = first + microbatch
+        line_of = {row: at + line for line, row in enumerate(map(tuple, program.rows.tolist()))}
+        for module, kind, chunk, microbatch, place in line_of:
+            if kind == OpKind.FORWARD:
+                name = phase_of(plan, device, module, kind, chunk, place).name
+                if name == KernelName.HEAD:
+                    meeting[at] = first + microbatch
+                elif name in NORMS and plan.modules[plan.names[module]].layout.tp == 1:
+                    runs_at[at] = line_of[module, kind, chunk, microbatch, place + 1]
             at += 1
-    return replace(schedule, meeting=meeting)
+    waiting = runs_at[np.repeat(np.arange(len(schedule)), np.diff(schedule.dep_offset))]
+    dep_offset, deps = edges_to_csr(np.stack([waiting, schedule.deps], axis=1), len(schedule))
+    return replace(schedule, meeting=meeting, dep_offset=dep_offset, deps=deps)
 
 
 def replay_blocking(plan: Plan, draws: Draws, traffic: Sequence[RankTraffic]) -> PlanReplay:
@@ -268,7 +293,7 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Ran
     for device, program in enumerate(plan.programs):
         drawn = line_seconds(plan, device, draws)
         for line, (module, kind, chunk, _, place) in enumerate(program.rows.tolist()):
-            if kind in (OpKind.UNSHARD, OpKind.REDUCE_GRAD):
+            if kind in PARAMETER_TRAFFIC:
                 seconds[at] = of_class[device].bucket_s[plan.names[module], place][kind == OpKind.REDUCE_GRAD]
             elif kind in COMPUTE_OPS:
                 phase = phase_of(plan, device, module, kind, chunk, place)
@@ -282,7 +307,7 @@ def _seconds(plan: Plan, schedule: Schedule, draws: Draws, traffic: Sequence[Ran
 def _simulated(plan: Plan, schedule: Schedule, seconds: Floats) -> PlanReplay:
     timeline = simulate_schedule(replace(schedule, duration_s=seconds))
     ends = np.flatnonzero(np.diff(schedule.device, prepend=-1, append=-1))
-    moves = np.isin(schedule.kind, (OpKind.UNSHARD, OpKind.REDUCE_GRAD))
+    moves = np.isin(schedule.kind, PARAMETER_TRAFFIC)
     return PlanReplay(
         step_s=timeline.step_s,
         ends_s=tuple(timeline.finish_s[a:b] for a, b in pairwise(ends.tolist())),

@@ -94,7 +94,8 @@ def test_each_part_of_a_split_backward_takes_its_own_time() -> None:
     clock = Spent()
     taken = {"F": 1.0, "I": 2.0, "W": 3.0, "B": 4.0}
     for split, first in ((True, False), (True, True), (False, False)):
-        stage = PacedStage(clock, lambda kind, *_: taken[kind], stage=0, width=2, split=split)
+        like = TorchPipeline(schedule="ZBVZeroBubble" if split else "1F1B", num_microbatches=1, width=2)
+        stage = PacedStage(clock, lambda kind, *_: taken[kind], stage=0, like=like)
         rows = torch.ones(3, 2, requires_grad=not first)
         clock.seen.clear()
         found = stage(rows, torch.tensor([5]))
