@@ -48,6 +48,12 @@ class Bench:
             help="`paced` with images of very different sizes: what dealing them over replicas is worth"
         ),
     ] = False
+    systems: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="`paced` with the plans of all systems of one job, and torch's FSDP2 and schedules like them"
+        ),
+    ] = False
     rounds: Annotated[
         int | None,
         tyro.conf.arg(
@@ -60,7 +66,8 @@ class Bench:
         tuple[str, ...],
         tyro.conf.arg(
             metavar="NAME",
-            help="variants of `real`, `paced --tp` or `paced --long-tail` to compare ours with; default all",
+            help="variants of `real`, `paced --tp` or `paced --long-tail`, or systems of `paced --systems`, "
+            "to compare ours with; default all",
         ),
     ] = ()
     link: Annotated[
@@ -94,7 +101,7 @@ class Bench:
             "mbit_per_s": _positive("--mbit", self.mbit),
         }
         self._refuse_options_of_other_kinds()
-        name = "paced_tail" if self.long_tail else "paced_tp" if self.tp else self.kind
+        name = self._module
         bench = getattr(import_trainer(f"benchmarks.{name}"), f"bench_{name}")
         with exceptions_from_signals(), progress_bar("measuring") as progress, announce_compilation():
             stated = {option: value for option, value in options.items() if value is not None}
@@ -102,14 +109,21 @@ class Bench:
         print_result(to_json(result), to_text(result), as_json=self.json)
         return OK if result.ok else NO
 
+    @property
+    def _module(self) -> str:
+        if self.systems:
+            return "paced_systems"
+        return "paced_tail" if self.long_tail else "paced_tp" if self.tp else self.kind
+
     def _refuse_options_of_other_kinds(self) -> None:
-        takes_names = self.tp or self.long_tail
+        takes_names = self.tp or self.long_tail or self.systems
         has = "one on each GPU" if self.kind == "gpu" else "2"
         for field, value, kind, hint in (
             ("--ranks", self.ranks, "paced", f"leave it out: `{self.kind}` has {has}"),
             ("--dp", self.dp, "paced", "leave it out"),
             ("--tp", self.tp or None, "paced", "leave it out"),
             ("--long-tail", self.long_tail or None, "paced", "leave it out"),
+            ("--systems", self.systems or None, "paced", "leave it out"),
             ("--link", self.link, "shaped", "leave it out"),
             ("--mbit", self.mbit, "shaped", "leave it out"),
             (

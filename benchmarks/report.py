@@ -55,6 +55,7 @@ class BenchResult:
     bound: str = EVENLY  # description of the bound
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    rankings: Mapping[str, tuple[str, ...]] | None = None  # of systems, shortest step first
     environment: Figures | None = None
     sections: Mapping[str, Figures] | None = None
 
@@ -77,6 +78,8 @@ def to_json(result: BenchResult) -> dict[str, Any]:
         "problems": list(result.problems),
         "notes": list(result.notes),
     }
+    if result.rankings is not None:
+        fields["rankings"] = {name: list(ranking) for name, ranking in result.rankings.items()}
     if result.environment is not None and result.sections is not None:
         fields["environment"] = dict(result.environment)
         fields["sections"] = {name: dict(section) for name, section in result.sections.items()}
