@@ -29,7 +29,7 @@ from optimus.ir.op import OpKind
 from optimus.ir.plan import Bucket, Plan, Span
 
 GATHERED, REDUCED = torch.bfloat16, torch.float32
-PREFETCH = 2  # layers, as plans of fsdp
+PREFETCH = 2  # layers, as plans of fsdp; all, where parameters are kept gathered for the step
 BATCH_ROWS = 4
 
 
@@ -55,6 +55,16 @@ class ShardedLayer:
         """Returns the seconds of the same lines of our plan."""
         seconds = partial(drawn_s, plan, draws, module=self.module, virtual=0, microbatch=microbatch)
         return sum(seconds(kind=kind, place=place) for place in self.places[kind])
+
+
+def keeps_gathered(layers: Sequence[ShardedLayer]) -> bool:
+    """Returns whether parameters stay gathered from the first forward to the last backward (ZeRO-2)."""
+    return not any(layer.is_resharded for layer in layers)
+
+
+def count_prefetched(layers: Sequence[ShardedLayer]) -> int:
+    """Returns how many layers are gathered ahead."""
+    return len(layers) if keeps_gathered(layers) else PREFETCH
 
 
 def list_layers(plan: Plan) -> list[ShardedLayer]:
@@ -146,7 +156,7 @@ class PacedFsdp:
     def __init__(self, plan: Plan, draws: Draws, network: PacedNetwork) -> None:
         self._clock, self._microbatches, self._is_free = network.clock, plan.microbatches, False
         layers = list_layers(plan)
-        self._resharded = any(layer.is_resharded for layer in layers)
+        self._keeps_gathered, prefetch = keeps_gathered(layers), count_prefetched(layers)
         group = dist.new_group(backend="paced", pg_options=DP_LINK)
         mesh = DeviceMesh.from_group(group, "cpu")
         shard = partial(
@@ -167,8 +177,8 @@ class PacedFsdp:
             module.set_custom_reduce_scatter(self._reduce_scatter)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-            module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + PREFETCH])
-            module.set_modules_to_backward_prefetch(modules[max(0, at - PREFETCH) : at][::-1])
+            module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + prefetch])
+            module.set_modules_to_backward_prefetch(modules[max(0, at - prefetch) : at][::-1])
 
     def _spend(self, seconds: Callable[[OpKind, int], float], kind: OpKind, microbatch: int) -> None:
         if not self._is_free:
@@ -184,7 +194,7 @@ class PacedFsdp:
         self._model.zero_grad()
         for microbatch in range(self._microbatches):
             self._reduce_scatter.accumulates = microbatch > 0
-            if not self._resharded:  # kept for the step
+            if self._keeps_gathered:
                 self._model.set_reshard_after_backward(microbatch == self._microbatches - 1)
             rows = torch.ones(BATCH_ROWS, WIDTH, dtype=GATHERED, requires_grad=True)
             self._model(rows, microbatch).sum().backward()
@@ -215,16 +225,15 @@ class FsdpReplay:
 
     def step_s(self) -> float:
         """Returns the seconds of a step."""
-        count = len(self._layers)
-        keeps = not any(layer.is_resharded for layer in self._layers)
+        count, ahead = len(self._layers), 1 + count_prefetched(self._layers)
         for microbatch in range(self._plan.microbatches):
             for at, layer in enumerate(self._layers):
-                self._compute(at, range(at, min(at + 1 + PREFETCH, count)), OpKind.FORWARD, microbatch)
+                self._compute(at, range(at, min(at + ahead, count)), OpKind.FORWARD, microbatch)
                 if layer.is_resharded:
                     del self._gathered_s[at]
             for at in reversed(range(count)):
-                self._compute(at, range(at, max(at - 1 - PREFETCH, -1), -1), OpKind.BACKWARD, microbatch)
-                if not keeps:
+                self._compute(at, range(at, max(at - ahead, -1), -1), OpKind.BACKWARD, microbatch)
+                if not keeps_gathered(self._layers):
                     del self._gathered_s[at]
                 self._now_s = max(self._now_s, self._reduced_s)
                 self._reduced_s = self._launch(at, REDUCED)
