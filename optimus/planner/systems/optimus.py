@@ -52,8 +52,11 @@ class OptimusSystem(BaseSystem):
         return replace(self, known_s=step_s, again=again)
 
     def first_step_s(self, pipelines: LlmPipelines) -> float:
-        """Returns the shortest of the first schedules."""
-        return pipelines.once(OptimusSearch.around).first_step_s()
+        """Returns the shortest of the first schedules; inf if none fits."""
+        try:
+            return pipelines.once(OptimusSearch.around).first_step_s()
+        except DoesNotFit:
+            return inf
 
 
 FindSmaller = Callable[[PipelineCandidate, Sequence[float]], Iterable[PipelineCandidate]]
@@ -107,17 +110,11 @@ class OptimusSearch:
         self._schedule_all(hopeless_s)
         considered = sum(search.considered for search in self._searches.values())
         rejected = [rejection for search in self._searches.values() for rejection in search.rejected]
-        ranked = sorted(self._pool, key=_step_s)
-        if ranked and _step_s(ranked[0]) <= min(hopeless_s, HOPELESS_REFINED_ABOVE * known_s):
-            close_s = REFINE_WITHIN * _step_s(ranked[0])
-            close = [pair for pair in ranked[:REFINE_AT_MOST] if _step_s(pair) <= close_s]
-            refined = [(search, search.refine(each)) for search, each in close]
-            ranked = sorted([*refined, *ranked[len(close) :]], key=_step_s)
-        if again:
-            lowered = [pair for pair in ranked if _step_s(pair) <= LOWER_WITHIN * known_s]
-            if ranked and not lowered:
+        ranked = self._rank_and_refine(min(hopeless_s, HOPELESS_REFINED_ABOVE * known_s))
+        if again and ranked:
+            ranked = [pair for pair in ranked if _step_s(pair) <= LOWER_WITHIN * known_s]
+            if not ranked:
                 raise slower
-            ranked = lowered
         best = _first_that_fits([scheduled for _, scheduled in ranked], rejected)
         if best is None:
             reasons = "; ".join(summarize_rejections(rejected))
@@ -166,6 +163,15 @@ class OptimusSearch:
                 continue
             for smaller in self._find_smaller(llm, search.added_bytes):
                 search_around(smaller)
+
+    def _rank_and_refine(self, hopeless_s: float) -> list[tuple[ColocationSearch, ScheduledCandidate]]:
+        """Returns all schedules, the fastest first, after the best are refined if they can be fast enough."""
+        ranked = sorted(self._pool, key=_step_s)
+        if self._best_s > hopeless_s:
+            return ranked
+        close = [pair for pair in ranked[:REFINE_AT_MOST] if _step_s(pair) <= REFINE_WITHIN * self._best_s]
+        refined = [(search, search.refine(each)) for search, each in close]
+        return sorted([*refined, *ranked[len(close) :]], key=_step_s)
 
     @property
     def _best_s(self) -> float:
