@@ -107,6 +107,11 @@ class Case:
     sigmas: float = CAPACITY_SIGMAS  # room of a step for more images than the mean
     varied: bool = False  # videos among the images, and packed documents
 
+    @property
+    def system(self) -> str:
+        """Name of the system whose plan it is."""
+        return "optimus" if self.strategy == "fill" else self.strategy
+
     def _encoder(self, name: str) -> Encoder:
         attention: dict[str, Any] = {"kv_heads": 4 if self.tp > 2 else 2}
         if self.odd:
@@ -440,6 +445,33 @@ SYSTEMS = [
     _system("three-phase", "tp 2, three microbatches", ranks=4, pp=2, tp=2, microbatches=3, tied=True),
     _system("three-phase", "eight: pp 4 x dp 2", ranks=8, pp=4, layers=8, images="tail", microbatches=8),
 ]
+
+# Every system that runs, and sequences split over ranks, on 16 ranks.
+SIXTEEN = [
+    _system("stage0", "sixteen: pp 4 x tp 2 x dp 2, two encoders", ranks=16, pp=4, tp=2, layers=8, tied=True,
+            encoders=((1, 1),) * 2),
+    _system("balanced", "sixteen: pp 4 x dp 4 interleaved, frozen trunk", ranks=16, pp=4, chunks=2, layers=8,
+            frozen_trunk=("vision",), sharded=True, clip=0.05),
+    _system("balanced-best", "sixteen: pp 4 x tp 2 x dp 2", ranks=16, pp=4, tp=2, layers=8, dropout=True,
+            images="rare", sharded=True, clip=0.05),
+    _system("three-phase", "sixteen: pp 4 x tp 2 x dp 2, two encoders", ranks=16, pp=4, tp=2, layers=8,
+            images="tail", encoders=((1, 1),) * 2),
+    _fsdp("sixteen: tp 2 x dp 8, two encoders", ranks=16, tp=2, encoders=((1, 1),) * 2, microbatches=2),
+    _fsdp("sixteen: tp 4 x dp 4, encoder too, recomputed", ranks=16, tp=4, small_encoders=False, tied=True,
+          microbatches=2, recompute="full"),
+    _system("paper", "sixteen: pp 4 x tp 2 x dp 2, two encoders", ranks=16, pp=4, tp=2, layers=8,
+            encoders=((1, 1),) * 2),
+    Case(name="optimus: sixteen: pp 4 x tp 2 x dp 2 interleaved, two encoders", ranks=16, pp=4, tp=2,
+         chunks=2, order="interleaved", layers=8, encoders=((2, 1, 2), (4, 2)), sharded=True, clip=0.05),
+    Case(name="optimus: sixteen: pp 2 x tp 2 x dp 4 zero-bubble, dealt", ranks=16, pp=2, tp=2, layers=6,
+         order="zero-bubble", encoders=((1, 2),), images="tail", sigmas=-0.5, varied=True, microbatches=2),
+    Case(name="optimus: sixteen: cp 2 x tp 2 x pp 2 x dp 2, dealt", ranks=16, pp=2, cp=2, tp=2, images="tail",
+         sigmas=-0.5, varied=True, microbatches=2, encoders=((2, 1, 2),), sharded=True, clip=0.05),
+    Case(name="optimus: sixteen: cp 4 x pp 4 zero-bubble", ranks=16, pp=4, cp=4, layers=6,
+         order="zero-bubble", encoders=((4, 1), (1, 2)), tied=True),
+    _system("balanced", "sixteen: cp 2 x pp 4 x dp 2", ranks=16, pp=4, cp=2, layers=8, sections=True),
+    _system("three-phase", "sixteen: cp 2 x tp 2 x pp 4", ranks=16, pp=4, cp=2, tp=2, layers=8, varied=True),
+]  # fmt: skip
 
 
 def _tp(name: str, **given: Any) -> Case:

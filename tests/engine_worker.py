@@ -24,7 +24,20 @@ from unittest.mock import patch
 import torch
 from context_parallel_bugs import CP_BUGS
 from engine_bugs import BUGS
-from engine_cases import CASES, CP, CP_SHARDED, CURVES, DEALT, HALF, SHARDED, SYSTEMS, TP, TP_SHARDED, Case
+from engine_cases import (
+    CASES,
+    CP,
+    CP_SHARDED,
+    CURVES,
+    DEALT,
+    HALF,
+    SHARDED,
+    SIXTEEN,
+    SYSTEMS,
+    TP,
+    TP_SHARDED,
+    Case,
+)
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
@@ -434,6 +447,7 @@ def main(what: str, names: list[str]) -> None:
         "cp-sharded": CP_SHARDED,
         "dealt": DEALT,
         "systems": SYSTEMS,
+        "sixteen": SIXTEEN,
         "curves": CURVES,
     }
     if names and names[0] not in groups:

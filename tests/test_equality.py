@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from engine_bugs import BUGS
-from engine_cases import CASES, CURVES, DEALT, SYSTEMS
+from engine_cases import CASES, CURVES, DEALT, SIXTEEN, SYSTEMS
+from equality_figures import list_cases
 from sharding_bugs import SHARDING_BUGS
 from tensor_parallel_bugs import TP_BUGS
 from worker_lines import run_worker
@@ -70,6 +71,28 @@ def test_plans_of_other_systems_compute_what_one_process_does() -> None:
 @pytest.mark.timeout(1800)
 def test_all_plans_of_other_systems_compute_what_one_process_does() -> None:
     assert len(check_cases(20, "systems", timeout_s=1700)) == len(SYSTEMS) >= 30
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(240)
+def test_a_plan_on_sixteen_ranks_computes_what_one_process_does() -> None:
+    name = "optimus: sixteen: cp 2 x tp 2 x pp 2 x dp 2, dealt"
+    assert check_cases(2, name, timeout_s=230) == [name]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+def test_plans_of_all_systems_on_sixteen_ranks_compute_what_one_process_does() -> None:
+    assert len(check_cases(20, "sixteen", timeout_s=1700)) == len(SIXTEEN) >= 13
+
+
+def test_the_printed_table_has_every_system_that_the_engine_runs_on_4_to_16_ranks() -> None:
+    cases = list_cases()
+    assert len(cases) >= 24 and {case.ranks for case in cases} == {4, 8, 16}
+    runs = {"optimus", "paper", "stage0", "balanced", "balanced-best", "three-phase", "fsdp"}
+    for chosen in (cases, SIXTEEN):
+        assert {case.system for case in chosen} == runs
+        assert any(case.cp > 1 for case in chosen)
 
 
 @pytest.mark.ci("engine")
