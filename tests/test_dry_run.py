@@ -117,8 +117,8 @@ def test_every_rank_makes_as_many_groups_in_every_world() -> None:
 
 
 KEYS = {
-    "": "schema job rank world device_class places communicators groups_made program travels parameters "
-    "memory fits",
+    "": "schema job rank world strategy step_s layouts device_class places communicators groups_made program "
+    "travels parameters memory fits",
     "program": "lines actions verbs encoder_phases encoder_phases_in_slots",
     "memory": "rank planned_bytes counted_bytes lines_over planned_only_bytes dtype error most_over_bytes "
     "peak_at needed_bytes capacity_bytes",
@@ -143,10 +143,11 @@ def check_keys(found: dict[str, Any]) -> None:
 def test_text_and_json_say_the_same() -> None:
     case = BY_NAME["tp: two stages"]
     found = stepped(case, 3)
-    shown = json.loads(json.dumps(build_dry_run_json(found)))
+    shown = json.loads(json.dumps(build_dry_run_json(found, case.plan)))
     check_keys(shown)
     text = "\n".join(format_dry_run(found, case.plan))
     assert f"{case.name}, rank 3 of 4" in text
+    assert f"{shown['strategy']}; predicted step {shown['step_s']:.3g} s" in text
     assert f"{shown['program']['lines']} lines; " in text
     assert f"made by {shown['groups_made']} calls per rank" in text
     for each in shown["communicators"]:

@@ -15,14 +15,16 @@ from test_batches import few_layers, uneven
 
 import optimus
 from optimus.cli import run
-from optimus.cli.flags import OK
+from optimus.cli.flags import OK, USER_ERROR
 from optimus.cost.assumptions import get_preset
 from optimus.errors import DoesNotFit, UserError
 from optimus.exporters import targets
 from optimus.ir.planfile import load_plan
+from optimus.job.catalog_files import list_catalog_names
 from optimus.job.job import Job
 from optimus.job.layout import PartialLayout
-from optimus.job.read import find_job
+from optimus.job.own_layers import find_untrainable
+from optimus.job.read import find_job, load_model
 from optimus.job.targets import TARGETS, restrict_to_target
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
@@ -193,6 +195,20 @@ def test_a_trainer_gets_only_what_it_runs(job: Job) -> None:
         restrict_to_target(job, "nemo")
     planned = plan_job(restrict_to_target(job, "megatron"), draws=0, batches=2)
     assert set(planned.comparison.systems) == {"llm-only", "fsdp", "stage0"}
+
+
+@pytest.mark.parametrize("name", list_catalog_names("models"))
+def test_a_model_that_the_engine_refuses_is_refused_by_its_plan_too(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = find_untrainable(load_model(name))
+    if refused is None:
+        assert restrict_to_target(find_job(name, "h100:64"), "engine").model.name == name
+        return
+    for words in (["plan", name, "--on", "h100:64", "--for", "engine"], ["train", name, "--on", "h100:64"]):
+        assert run(words) == USER_ERROR
+        assert str(refused) in capsys.readouterr().err
+    restrict_to_target(find_job(name, "h100:64"), "megatron")
 
 
 def test_images_are_split_over_tensor_parallel_ranks_only_for_trainers_that_do() -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from optimus.cli.text import align_columns, wrap_closing_line, wrap_text
+from optimus.cli.train_summary import format_predicted_step
 from optimus.engine.config import MemoryUse
 from optimus.ir.plan import ALL, Plan
 from optimus.render.format_numbers import format_gigabytes
@@ -22,13 +23,16 @@ DTYPE_NOTE = (
 )
 
 
-def build_dry_run_json(run: DryRun) -> dict[str, Any]:
+def build_dry_run_json(run: DryRun, plan: Plan) -> dict[str, Any]:
     """Returns the object of `optimus train --dry-run --json`."""
     return {
         "schema": SCHEMA,
         "job": run.job,
         "rank": run.rank,
         "world": run.world,
+        "strategy": plan.strategy,
+        "step_s": plan.claims.step_s,
+        "layouts": {name: asdict(module.layout) for name, module in plan.modules.items()},
         "device_class": run.device_class,
         "places": {
             name: {"stage": place.pp, "replica": place.dp, "cp": place.cp, "tp": place.tp}
@@ -60,9 +64,10 @@ def build_dry_run_json(run: DryRun) -> dict[str, Any]:
 
 
 def format_dry_run(run: DryRun, plan: Plan) -> list[str]:
-    """Returns the rank's place, program, communicators, parameters, messages and memory."""
+    """Returns system and step of the plan, and place, program, groups, messages and memory of the rank."""
     return [
         *wrap_text("job", f"{run.job}, rank {run.rank} of {run.world}"),
+        *wrap_text("plan", format_predicted_step(plan)),
         *wrap_text("dry run", ALONE),
         *wrap_text("place", f"device class {run.device_class} ({run.class_name}); {_places(run, plan)}"),
         *wrap_text("program", _program(run)),

@@ -230,7 +230,7 @@ class TrainCommand:
         engine.check_rank_exists(rank, job.cluster.gpus)
         plan = self._plan(job, profile)
         result = engine.dry_run_rank(job, plan, training, rank)
-        print_result(build_dry_run_json(result), format_dry_run(result, plan), as_json=self.json)
+        print_result(build_dry_run_json(result, plan), format_dry_run(result, plan), as_json=self.json)
         return OK if result.fits else NO
 
     def _rank(self, place: Launched) -> int:

@@ -1,4 +1,4 @@
-"""Restricts a job to the systems and layouts that a trainer can run."""
+"""Restricts a job to the systems and layouts that a trainer can run, or refuses its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optimus.job.bridge_models import find_bridge_model
 from optimus.job.job import Job
 from optimus.job.layout import AllowedSystem
 from optimus.job.model import Model
-from optimus.job.own_layers import find_unsplittable
+from optimus.job.own_layers import find_unsplittable, refuse_untrainable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,13 @@ TARGETS = {
 
 
 def restrict_to_target(job: Job, target: str) -> Job:
-    """Returns the job with the limits of a trainer; refuses a stated layout that it cannot run."""
+    """Returns the job with the limits of a trainer; refuses a model or a stated layout that it cannot run."""
     if target not in TARGETS:
         raise UserError(
             field="--for", value=target, problem="is not a trainer", hint=nearest(target, TARGETS)
         )
+    if target == "engine":
+        refuse_untrainable(job.model)
     trainer, stated = TARGETS[target], job.layout.of("llm")
     without = _list_missing_axes(target, job.model)
     for axis in without:
