@@ -75,6 +75,16 @@ def test_an_engine_that_keeps_too_much_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.ci("engine")
+def test_a_large_vocabulary_takes_no_more_than_planned() -> None:
+    """Logits of one rank of tensor parallelism are most of its memory; their gradient takes their place."""
+    job = optimus.find_job(TINY)
+    job = replace(job, model=replace(job.model, llm=replace(job.model.llm, vocab=100_000)))
+    plan = optimus.plan(job, systems=(), draws=0).plan
+    last = dry_run_rank(job, plan, TRAINING, plan.ranks.world - 1).memory
+    assert last.counted_peak <= last.planned_peak
+
+
+@pytest.mark.ci("engine")
 def test_kernels_of_gpus_make_no_wide_copies() -> None:
     case = BY_NAME["tp: two stages"]
     ours, cpus = stepped(case, 2).memory, stepped(case, 2, kernels=KERNELS).memory

@@ -20,6 +20,7 @@ from optimus.models.sample import IGNORE_INDEX
 from optimus.models.segment import FunctionSegment, Segment, State, WeightGradStore
 from optimus.models.tensor_parallel import AllGather, ReduceScatter, SeamAxis, SeamExchange
 
+NORMALIZER_BLOCKS = 4  # of rows, so that the temporary of a logsumexp is a quarter of the logits
 PLACE_ROWS = ("place_rows",)  # no kernel of plans: it runs where the collective before it has ended
 
 
@@ -260,17 +261,17 @@ class LossHead(Segment):
         return self._logits(self.norm(x), weight_grads)
 
     def forward(self, state: State, context: Any, weight_grads: WeightGradStore | None = None) -> State:
-        logits = _widened(self.logits(state, weight_grads))
-        loss = functional.cross_entropy(logits, context.labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return (loss.reshape(1) * context.scale,)
+        return self._loss(_widened(self.logits(state, weight_grads)), context)
 
     def _norm(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
         return (self.norm(state[0]),)
 
     def _sharded_loss(self, state: State, context: Any, weight_grads: WeightGradStore | None) -> State:
-        logits, labels = _widened(self._logits(state[0], weight_grads)), context.labels
-        first_id, count = self._first_id, self._count
-        loss = vocab_parallel_cross_entropy(logits, labels, self.tp_group, first_id=first_id, count=count)
+        return self._loss(_widened(self._logits(state[0], weight_grads)), context)
+
+    def _loss(self, logits: Tensor, context: Any) -> State:
+        group, first_id, count = self.tp_group, self._first_id, self._count
+        loss = vocab_parallel_cross_entropy(logits, context.labels, group, first_id=first_id, count=count)
         return (loss.reshape(1) * context.scale,)
 
     def _logits(self, normed: Tensor, weight_grads: WeightGradStore | None) -> Tensor:
@@ -294,7 +295,10 @@ def vocab_parallel_cross_entropy(
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Gathers each rank's part of every row's normalizer and label logit: one small collective."""
+    """Keeps one number per logit until the backward, which turns it into the gradient in place.
+
+    Ranks of a group gather their parts of every row's normalizer and label logit: one small collective.
+    """
 
     @staticmethod
     def forward(
@@ -303,9 +307,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         has_label, index = labels != IGNORE_INDEX, labels - first_id
         inside = has_label & (index >= 0) & (index < count)
         column = index.clamp(0, max(0, logits.shape[1] - 1))[:, None]
-        normalizer = torch.logsumexp(logits[:, :count], 1)
+        blocks = logits[:, :count].tensor_split(NORMALIZER_BLOCKS)  # each copied once to be summed
+        normalizer = torch.cat([torch.logsumexp(block, 1) for block in blocks])
         label_logit = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
-        parts: Tensor = tp_group.all_gather(torch.stack((normalizer, label_logit))[None]).wait()
+        parts = torch.stack((normalizer, label_logit))[None]
+        if tp_group.size > 1:
+            parts = tp_group.all_gather(parts).wait()
         normalizer = torch.logsumexp(parts[:, 0], 0)
         context.save_for_backward(logits, normalizer, has_label, inside, column)
         context.count = count
