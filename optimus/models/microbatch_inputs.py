@@ -200,11 +200,8 @@ def _checked_order(encoder: Encoder, item: SampleItem) -> TokenOrder:
             hint="give one row of patch_inputs numbers per token of the grid",
         )
     order = compute_encoder_token_order(encoder, item.grid)
-    if not encoder.positions or encoder.interpolates_positions:
-        return order
-    sides = _position_grid_sides(encoder)
-    if any(length > side for length, side in zip(item.grid[-2:], sides, strict=True)):
-        shape = " x ".join(map(str, sides))
+    if not fits_positions(encoder, item.grid):
+        shape = " x ".join(map(str, position_grid_sides(encoder)))
         raise UserError(
             field=f"grid of an item of {encoder.name}",
             value=item.grid,
@@ -214,7 +211,14 @@ def _checked_order(encoder: Encoder, item: SampleItem) -> TokenOrder:
     return order
 
 
-def _position_grid_sides(encoder: Encoder) -> tuple[int, ...]:
+def fits_positions(encoder: Encoder, grid: tuple[int, ...]) -> bool:
+    """Tells whether an encoder has a position for every token of an item."""
+    if not encoder.positions or encoder.interpolates_positions:
+        return True
+    return all(length <= side for length, side in zip(grid[-2:], position_grid_sides(encoder), strict=True))
+
+
+def position_grid_sides(encoder: Encoder) -> tuple[int, ...]:
     """Returns the sides of the grid of learned positions: a row for sounds, for images nearly a square.
 
     A number that is one more than a square is a square and a class token.
@@ -232,7 +236,7 @@ def _table_index(encoder: Encoder, coordinates: Tensor) -> Tensor:
     """Returns the row of the learned table of every token: of an image, in raster order."""
     if encoder.modality == "audio":
         return coordinates[:, 0].contiguous()
-    return coordinates[:, 0] * _position_grid_sides(encoder)[1] + coordinates[:, 1]
+    return coordinates[:, 0] * position_grid_sides(encoder)[1] + coordinates[:, 1]
 
 
 def _interpolated_index(
