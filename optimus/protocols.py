@@ -59,8 +59,8 @@ class SystemCandidate(Protocol):
         """GPUs that each device of the schedule represents; None if all represent equally many."""
 
     @property
-    def llm_elsewhere(self) -> SystemCandidate | None:
-        """The LLM's pipeline, if it has a layout that other systems cannot have: on fewer GPUs."""
+    def llm_pipeline(self) -> SystemCandidate | None:
+        """The pipeline of the LLM alone, which may be faster than the floor; None if there is none."""
 
     def simulated(self) -> tuple[Schedule, Timeline]:
         """Returns one training step, kernel by kernel, and when its kernels run."""

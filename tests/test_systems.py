@@ -18,7 +18,7 @@ from optimus.ir.op import Lane, OpKind
 from optimus.ir.planfile import load_plan, save_plan
 from optimus.job.layout import BaselineSystem, CurrentPlacement
 from optimus.job.read import find_job
-from optimus.planner.compare import Comparison, compare_systems
+from optimus.planner.compare import Comparison, _lower_floor, compare_systems
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -270,3 +270,13 @@ def test_pieces_of_one_block_are_as_large_as_they_are_on_average() -> None:
         context.busiest_group_sequences(encoder, 2, 4) / 2
     )
     assert context.sequences_per_piece(encoder, 2, pieces=64, across=4) == pytest.approx(2 / images)
+
+
+def test_the_floor_is_at_most_the_llm_of_a_faster_system() -> None:
+    """Estimates may choose a slower pipeline for the floor than the one that encoders are placed around."""
+    found = compare_systems(find_job("cpu/tiny-vl"), names=["three-phase"])
+    ours = found.systems["three-phase"]
+    slow = replace(found.llm_only, step_s=1.01 * ours.step_s)
+    lowered = _lower_floor(slow, [ours, "does not fit"])
+    assert found.floor_s <= lowered.step_s < ours.step_s
+    assert _lower_floor(found.llm_only, [ours]) is found.llm_only

@@ -292,11 +292,11 @@ class _BestOverLayouts:
 
 
 def _lower_floor(floor: SimulatedSystem, outcomes: Iterable[SimulatedSystem | str]) -> SimulatedSystem:
-    """Returns the floor, or the LLM of a faster system that has it at a layout which was not compared."""
+    """Returns the floor, or the LLM of a faster system, which estimates or layouts had left out."""
     for system in outcomes:
         if isinstance(system, SimulatedSystem) and system.step_s < floor.step_s:
-            alone = system.candidate.llm_elsewhere
-            if alone is not None:
+            alone = system.candidate.llm_pipeline
+            if alone is not None and alone.fits:
                 floor = min(floor, LlmOnlySystem().simulate_candidate(alone), key=lambda each: each.step_s)
     return floor
 

@@ -156,9 +156,9 @@ class SearchResult:
         return self.filled.estimate_s
 
     @property
-    def llm_elsewhere(self) -> None:
-        """None: the LLM has one of the layouts that are compared."""
-        return None
+    def llm_pipeline(self) -> PipelineCandidate:
+        """The pipeline of the LLM alone."""
+        return self.llm
 
     @property
     def device_gpus(self) -> None:

@@ -83,9 +83,10 @@ class BaseCandidate(ABC):
         return None
 
     @property
-    def llm_elsewhere(self) -> SystemCandidate | None:
-        """None: the LLM has one of the layouts that are compared."""
-        return None
+    def llm_pipeline(self) -> SystemCandidate | None:
+        """The LLM of the plan, if there is one."""
+        result = self.search_result()
+        return None if result is None else result.llm_pipeline
 
     def search_result(self) -> SearchResult | None:
         """None: no plan describes the configuration."""

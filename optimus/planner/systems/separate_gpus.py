@@ -55,7 +55,7 @@ class SeparateGpusCandidate(BaseCandidate):
         return len(self.llm.order)
 
     @property
-    def llm_elsewhere(self) -> PipelineCandidate:
+    def llm_pipeline(self) -> PipelineCandidate:
         return self.llm
 
     def simulated(self) -> tuple[Schedule, Timeline]:
