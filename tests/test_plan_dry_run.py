@@ -1,4 +1,4 @@
-"""What `optimus plan --for engine` claims of a job, a dry run of its plan claims too, and counts."""
+"""Compares what `optimus plan --for engine` claims of a job with a dry run of its plan."""
 
 from __future__ import annotations
 
