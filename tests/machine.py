@@ -9,7 +9,10 @@ YARDSTICK_S = 0.012  # of the work below, on the machine where the bounds were s
 
 
 def allowed_s(seconds: float) -> float:
-    """What takes so long where the bounds were set may take so long here and now: more, never less."""
+    """What takes so long where the bounds were set may take so long here and now: more, never less.
+
+    It takes a tenth of a second: of many short cases, ask for those that took longer than the bound.
+    """
     return seconds * max(1.0, statistics.median(_yardstick_s() for _ in range(9)) / YARDSTICK_S)
 
 

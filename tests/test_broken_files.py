@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from machine import allowed_s
 from test_planfile import bytes_changed, token_swapped
 from test_planfile import mutated as mutated_plan
 from test_read import _spots as spots
@@ -77,7 +78,8 @@ def outcomes_of_jobs(count: int, seed: int, folder: Path) -> Counter[str]:
             found["read"] += 1
         except OptimusError as error:
             found["refused" if "\nhint: " in str(error) else "without a hint"] += 1
-        assert time.process_time() - started < MOST_S
+        spent_s = time.process_time() - started
+        assert spent_s < MOST_S or spent_s < allowed_s(MOST_S)
     return found
 
 
@@ -94,7 +96,8 @@ def outcomes_of_plans(count: int, seed: int, folder: Path) -> Counter[str]:
             replay_plan(plan)
         except UserError as error:
             found["refused" if "\nhint: " in str(error) else "without a hint"] += 1
-        assert time.process_time() - started < MOST_S
+        spent_s = time.process_time() - started
+        assert spent_s < MOST_S or spent_s < allowed_s(MOST_S)
     return found
 
 

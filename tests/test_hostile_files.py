@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from hostile_files import MAKERS, Evil, make_pickle
+from machine import allowed_s
 from made_profiles import made_profile
 from tiny_plans import tiny_plan
 from torch.distributed import checkpoint as dcp
@@ -158,7 +159,8 @@ def attack(name: str, maker: str, rng: random.Random, folder: Path) -> str:
             path.write_bytes(before)
     case = name, maker, hostile[:200]
     assert not canary.exists(), case
-    assert spent < MOST_S and most_megabytes() - held < MOST_MB, case
+    assert spent < MOST_S or spent < allowed_s(MOST_S), case
+    assert most_megabytes() - held < MOST_MB, case
     return found
 
 
