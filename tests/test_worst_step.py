@@ -26,7 +26,7 @@ from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import _first_that_fits
 from optimus.planner.worst_step import STEPS, BinShape, DrawnSteps
 
-SHAPE = BinShape(encoder="vision", replicas=8, microbatches=8, pipelines=(0,) * 16)
+SHAPE = BinShape(encoder="vision", replicas=8, microbatches=8, pipelines=(0,) * 16, dealing_replicas=8)
 
 
 def job(sequences: int = 64) -> Job:
@@ -108,11 +108,12 @@ def test_steps_are_dealt_as_in_the_engine(is_reversed: bool) -> None:
             replicas=llm.layout.dp,
             microbatches=llm.microbatches,
             pipelines=module.pipelines,
+            dealing_replicas=plan.dealing_replicas,
         )
         assert max(module.pipelines) > 0
         tokens = np.array([[sum(item.tokens for item in own) for own in bins] for bins in batch.bins[name]])
         by_column = tokens.reshape(8, llm.microbatches, -1).swapaxes(0, 1)
-        assert next(steps.bin_tokens(shape)).tolist() == by_column.ravel().tolist()
+        assert next(steps.bin_tokens(shape)).tolist() == [by_column.ravel().tolist()]
 
 
 def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,9 @@ def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("deal_items", "deal_sequences"):
         dealt = getattr(worst_step, name)
         monkeypatch.setattr(
-            worst_step, name, lambda *args, n=name, dealt=dealt: (calls.update([n]), dealt(*args))[1]
+            worst_step,
+            name,
+            lambda *args, n=name, dealt=dealt, **options: (calls.update([n]), dealt(*args, **options))[1],
         )
     monkeypatch.setattr(colocation_search, "MAX_LAYOUTS", 2)
     context, _ = choose_smallest_context(two_encoders(), get_preset("default"))

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -133,13 +134,23 @@ def list_column_pipelines(pipelines: Sequence[int], columns: int, replicas: int)
     ]
 
 
-def deal_items(costs: Sequence[Sequence[float]], pipelines: Sequence[Sequence[int]]) -> DealtItems:
+def deal_items(
+    costs: Sequence[Sequence[float]], pipelines: Sequence[Sequence[int]], *, locked: bool = False
+) -> DealtItems:
     """Deals the items of every column, heaviest first, to the pipeline that is furthest behind the mean.
 
     `costs[m]` are those of column m's items, in the order of the batch. A pipeline with several bins in a
-    column fills them evenly. At the end items are swapped inside columns until totals are even.
+    column fills them evenly. At the end items are swapped inside columns until totals are even. Where
+    pipelines are `locked`, all wait for the fullest in every column, and each column is dealt by itself.
     """
     assert len(costs) == len(pipelines), f"{len(costs)} columns of items, and {len(pipelines)} of bins"
+    if locked and len(costs) > 1:
+        alone = [deal_items([items], [own]) for items, own in zip(costs, pipelines, strict=True)]
+        return DealtItems(
+            bins=tuple(chain.from_iterable(each.bins for each in alone)),
+            loads=tuple(loads for each in alone for loads in each.loads),
+            pipelines=tuple(map(tuple, pipelines)),
+        )
     count = 1 + max(max(of_column) for of_column in pipelines)
     mean = sum(map(sum, costs)) / sum(map(len, pipelines))
     ahead = [0.0] * count  # of the mean, by pipeline

@@ -114,7 +114,7 @@ def plan_batch(
         samples=tuple(
             tuple(tuple(column[at * size : (at + 1) * size]) for column in numbers) for at in range(replicas)
         ),
-        bins={name: _deal_items(module, name, by_column, replicas) for name, module in plan.encoders.items()},
+        bins={name: _deal_items(plan, name, by_column) for name in plan.encoders},
         labels=labels,
         carried=carried,
     )
@@ -130,9 +130,10 @@ def _load(plan: Plan, sample: SampleSizes) -> float:
 
 
 def _deal_items(
-    module: PlannedModule, name: str, columns: Sequence[Sequence[SampleSizes]], replicas: int
+    plan: Plan, name: str, columns: Sequence[Sequence[SampleSizes]]
 ) -> tuple[tuple[Bin, ...], ...]:
     """Returns the bins of an encoder by replica and microbatch; items of a bin are in the batch's order."""
+    module, replicas = plan.modules[name], plan.dealing_replicas
     items = [
         [
             BinItem(sample.number, index, tokens)
@@ -142,7 +143,8 @@ def _deal_items(
         for column in columns
     ]
     pipelines = list_column_pipelines(module.pipelines, len(columns), replicas)
-    dealt = deal_items([[module.cost_of(item.tokens) for item in column] for column in items], pipelines)
+    costs = [[module.cost_of(item.tokens) for item in column] for column in items]
+    dealt = deal_items(costs, pipelines, locked=plan.locked)
     bins: list[list[list[BinItem]]] = [[[] for _ in module.pipelines] for _ in range(replicas)]
     places, pieces = iter(dealt.bins), module.microbatches_per_llm_microbatch
     for column, of_column in enumerate(items):

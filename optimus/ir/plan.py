@@ -257,6 +257,12 @@ class Plan:
     def encoders(self) -> dict[str, PlannedModule]:
         return {name: module for name, module in self.modules.items() if name != LLM}
 
+    @property
+    def locked(self) -> bool:
+        """True if replicas gather or reduce parameters in every microbatch, and so wait for each other."""
+        buckets = (b for module in self.modules.values() for own in module.buckets for b in own)
+        return any(max(bucket.gathered_per, bucket.reduced_per) > Span.STEP for bucket in buckets)
+
     def template_of(self, module: str, kind: OpKind, stage: int, chunk: int) -> Template:
         """Returns the phases of an op; none if there is no work."""
         planned = self.modules[module]

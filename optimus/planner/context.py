@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+import numpy as np
+
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
@@ -170,12 +172,16 @@ class PlanningContext:
         images = self.count_images(encoder, sequences)
         return mean if pieces == blocks or not images else max(mean, sequences / images)
 
-    def resident_bins_at_p99(self, shape: BinShape) -> Floats:
-        """Returns by n the load, in mean bins, of n bins in a row in a heavy step."""
+    def resident_bins_at_p99(self, shape: BinShape, *, sequences: float, priced: float) -> Floats:
+        """Returns by n the load of n bins in a row in a heavy step, as multiples of a priced bin.
+
+        A bin has that of so many mean `sequences`, and was priced for as many or, where images are few, more.
+        """
         if shape not in self.cache.resident_bins:
             self.cache.drawn_steps = self.cache.drawn_steps or DrawnSteps(self.job)
             self.cache.resident_bins[shape] = self.cache.drawn_steps.resident_bins_at_p99(shape)
-        return self.cache.resident_bins[shape]
+        bins = self.cache.resident_bins[shape]
+        return np.maximum(bins * sequences / max(priced, 1e-30), np.arange(len(bins)))
 
     def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:
         """Yields the recomputation of all modules to try, least first; only `auto` is open."""

@@ -1,7 +1,7 @@
 """Computes the encoder microbatches that a rank holds in a heavy step: p99 of steps drawn from the workload.
 
-Items are dealt as in the engine, so that a pipeline is never far from the mean; what a step has more than
-others, and what a pipeline is ahead, takes memory.
+Sequences and items are dealt as in the engine. What a step has more than others, and what a pipeline is ahead
+of the mean, takes memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from optimus.cost.flops import fit_item_cost
 from optimus.data.dealing import (
-    choose_dealing_replicas,
+    MAX_REPLICAS,
     deal_items,
     deal_sequences,
     list_column_pipelines,
@@ -39,6 +39,18 @@ class BinShape:
     replicas: int
     microbatches: int  # of the LLM
     pipelines: tuple[int, ...]  # which pipeline of a replica runs each encoder microbatch
+    dealing_replicas: int  # that encode each other's items
+    locked: bool = False  # replicas wait for each other in every microbatch
+
+    @property
+    def groups(self) -> int:
+        """Groups of replicas that deal to each other."""
+        return self.replicas // self.dealing_replicas
+
+    @property
+    def sampled_groups(self) -> int:
+        """The first groups, which get the heaviest sequences: they stand for all."""
+        return min(self.groups, max(1, MAX_REPLICAS // self.dealing_replicas))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,11 +72,12 @@ class ItemSizes:
 
 
 class DrawnSteps:
-    """Steps drawn from a job's workload, and dealt to the first dealing group as the engine deals them."""
+    """Steps drawn from a job's workload, and dealt to the first replicas as the engine deals them."""
 
     def __init__(self, job: Job) -> None:
         self.workload = job.workload
-        self._columns: dict[tuple[int, int], list[list[Column]]] = {}  # by groups and microbatches
+        self._groups: dict[int, list[list[list[int]]]] = {}  # by number of groups
+        self._columns: dict[tuple[int, int, int], list[list[list[Column]]]] = {}
         self.sizes: dict[str, ItemSizes] = {}
         for encoder in job.model.encoders:
             per_token, per_square = fit_item_cost(encoder)
@@ -81,35 +94,42 @@ class DrawnSteps:
         size = STEPS, self.workload.sequences_per_step
         return np.random.default_rng(SEED).integers(len(self.workload.sequences), size=size)
 
-    def columns(self, replicas: int, microbatches: int) -> list[list[Column]]:
-        """Returns the columns of the first dealing group in every step; they are dealt once."""
-        groups = replicas // choose_dealing_replicas(self.workload, replicas)
-        if (groups, microbatches) not in self._columns:
-            loads = np.array([sum(map(sum, of_all)) for of_all in zip(*self._all_costs, strict=True)])
-            steps = []
-            for drawn in self.drawn:
-                own = drawn[sorted(deal_sequences(loads[drawn].tolist(), groups)[0])]
-                dealt = deal_sequences(loads[own].tolist(), microbatches)
-                steps.append([own[sorted(column)].tolist() for column in dealt])
-            self._columns[groups, microbatches] = steps
-        return self._columns[groups, microbatches]
+    @cached_property
+    def _loads(self) -> Floats:
+        """Load of every sequence of the workload."""
+        of_all = [sizes.costs for sizes in self.sizes.values()]
+        return np.array([sum(map(sum, costs)) for costs in zip(*of_all, strict=True)])
 
-    @property
-    def _all_costs(self) -> list[tuple[tuple[float, ...], ...]]:
-        return [sizes.costs for sizes in self.sizes.values()]
+    def columns(self, shape: BinShape) -> list[list[list[Column]]]:
+        """Returns the columns of the sampled groups in every step; they are dealt once."""
+        key = shape.groups, shape.sampled_groups, shape.microbatches
+        if key not in self._columns:
+            self._columns[key] = [
+                [_deal_evenly(self._loads, group, shape.microbatches) for group in groups[: key[1]]]
+                for groups in self._dealt_to_groups(shape.groups)
+            ]
+        return self._columns[key]
+
+    def _dealt_to_groups(self, groups: int) -> list[list[list[int]]]:
+        """Returns the sequences of every group in every step."""
+        if groups not in self._groups:
+            self._groups[groups] = [_deal_evenly(self._loads, drawn, groups) for drawn in self.drawn.tolist()]
+        return self._groups[groups]
 
     def bin_tokens(self, shape: BinShape) -> Iterator[Floats]:
-        """Yields for every step the tokens of all bins, column by column, replica after replica."""
-        replicas = choose_dealing_replicas(self.workload, shape.replicas)
-        pipelines = list_column_pipelines(shape.pipelines, shape.microbatches, replicas)
+        """Yields for every step the tokens of all bins by sampled group: by column, replica after replica."""
+        pipelines = list_column_pipelines(shape.pipelines, shape.microbatches, shape.dealing_replicas)
         sizes, width = self.sizes[shape.encoder], len(pipelines[0])
-        for columns in self.columns(shape.replicas, shape.microbatches):
-            items = [list(chain.from_iterable(sizes.costs[n] for n in column)) for column in columns]
-            dealt = deal_items(items, pipelines)
-            first_bins = np.repeat(np.arange(len(columns)) * width, list(map(len, items)))
-            tokens = list(chain.from_iterable(sizes.tokens[n] for column in columns for n in column))
-            bins = first_bins + np.array(dealt.bins, int)
-            yield np.bincount(bins, tokens, len(columns) * width).astype(np.float64)
+        for groups in self.columns(shape):
+            by_group = []
+            for columns in groups:
+                items = [list(chain.from_iterable(sizes.costs[n] for n in column)) for column in columns]
+                first_bins = np.repeat(np.arange(len(columns)) * width, list(map(len, items)))
+                tokens = list(chain.from_iterable(sizes.tokens[n] for column in columns for n in column))
+                dealt = deal_items(items, pipelines, locked=shape.locked).bins if width > 1 else 0
+                bins = first_bins + np.array(dealt, int)
+                by_group.append(np.bincount(bins, tokens, len(columns) * width))
+            yield np.array(by_group, np.float64)
 
     def resident_bins_at_p99(self, shape: BinShape) -> Floats:
         """Returns by n the load, in mean bins, of a pipeline's fullest n bins in a row, at p99 of steps."""
@@ -118,15 +138,22 @@ class DrawnSteps:
             return np.arange(most + 1, dtype=np.float64)
         bins = shape.replicas * len(shape.pipelines)
         mean = sizes.mean_tokens * self.workload.sequences_per_step / bins
-        replicas = choose_dealing_replicas(self.workload, shape.replicas)
-        places = _places_by_pipeline(list_column_pipelines(shape.pipelines, shape.microbatches, replicas))
+        by_column = list_column_pipelines(shape.pipelines, shape.microbatches, shape.dealing_replicas)
+        places = _places_by_pipeline(by_column)
         fullest = []
         for tokens in self.bin_tokens(shape):
-            sums = np.cumsum(np.append(tokens, 0.0)[places] / mean, axis=1)
-            sums = np.insert(sums, 0, 0.0, axis=1)
-            fullest.append([(sums[:, n:] - sums[:, : most + 1 - n]).max() for n in range(most + 1)])
+            sums = np.cumsum(np.pad(tokens, ((0, 0), (0, 1)))[:, places] / mean, axis=2)
+            sums = np.insert(sums, 0, 0.0, axis=2)
+            fullest.append([(sums[..., n:] - sums[..., : most + 1 - n]).max() for n in range(most + 1)])
         quantile = np.mean(fullest, axis=0) + P99_SIGMAS * np.std(fullest, axis=0)
         return np.maximum(np.maximum.accumulate(quantile), np.arange(most + 1))
+
+
+def _deal_evenly(loads: Floats, sequences: Sequence[int], parts: int) -> list[list[int]]:
+    """Deals sequences to parts of equal load; where they do not divide, some parts get one less."""
+    own = [*loads[sequences].tolist(), *[0.0] * (-len(sequences) % parts)]
+    dealt = deal_sequences(own, parts)
+    return [[sequences[place] for place in sorted(part) if place < len(sequences)] for part in dealt]
 
 
 def _places_by_pipeline(pipelines: Sequence[Sequence[int]]) -> Ints:

@@ -80,6 +80,14 @@ class LayerPrefixSums:
         self._logits = running(lambda x: x.logits_bytes)
         saved_by_llm = running(lambda x: x.activation_bytes * (x.module == llm))
         self._saved = np.stack([saved_by_llm, running(lambda x: x.activation_bytes) - saved_by_llm], axis=1)
+        self._saved_by_module = {
+            module: (
+                running(lambda x, m=module: x.activation_bytes * (x.module == m)),  # type: ignore[misc]
+                transient_bytes(layer for layer in distinct.values() if layer.module == module),
+            )
+            for module in dict.fromkeys(layer.module for layer in distinct.values())
+            if module != llm
+        }
         self._traffic: dict[tuple[float, ...], ParameterTraffic] = {}
         self._working: dict[tuple[int, int], float] = {}
         recomputed_by_llm = running(lambda x: x.held_for_weight_grad_bytes * (x.module == llm))
@@ -136,6 +144,14 @@ class LayerPrefixSums:
             saved=np.diff(self._saved[ends], axis=0).reshape(-1, stages, 2),
             recomputed=np.diff(self._recomputed[ends], axis=0).reshape(-1, stages, 2),
         )
+
+    def encoder_bytes(self, cut: Cut, stages: int) -> dict[str, tuple[Floats, Floats]]:
+        """Returns by encoder what every stage saves of a microbatch, and what one op there needs beside."""
+        by_encoder = {}
+        for name, (running, transient) in self._saved_by_module.items():
+            saved = np.diff(running[list(cut)]).reshape(-1, stages).sum(axis=0)
+            by_encoder[name] = saved, transient * (saved > 0)
+        return by_encoder
 
     def _working_bytes(self, run: tuple[int, int]) -> float:
         if run not in self._working:

@@ -25,14 +25,16 @@ def sum_dealt_item_loads(batches: DrawnBatches, batch: int, assignment: BatchAss
     drawn = batches.drawn[batch]
     loads = batches.loads[drawn]
     count, columns = assignment.replicas // assignment.dealing_replicas, assignment.microbatches
-    by_group = _deal_evenly(loads, count, multiple_of=columns)[:MAX_DEALT_GROUPS]
+    by_group = _deal_evenly(loads, count, multiple_of=columns)
+    if not assignment.locked:  # else all groups wait for the slowest, whichever it is
+        by_group = by_group[:MAX_DEALT_GROUPS]
     groups = [[drawn[own[c]] for c in _deal_evenly(loads[own], columns)] for own in by_group]
     by_encoder = {}
     for name, bins in assignment.encoders.items():
         items = batches.items[name]
         priced = items.means[:, None, None] * max(bins.priced_sequences, 1e-30)
-        own_loads = [_sum_loads(items, group, bins, assignment) for group in groups]
-        by_encoder[name] = np.concatenate(own_loads, axis=1) / priced
+        own_loads = np.concatenate([_sum_loads(items, group, bins, assignment) for group in groups], axis=1)
+        by_encoder[name] = (_slowest(own_loads) if assignment.locked else own_loads) / priced
     return by_encoder
 
 
@@ -47,22 +49,21 @@ def _sum_loads(
     items: EncoderItemCosts, columns: Columns, bins: EncoderBins, assignment: BatchAssignment
 ) -> Floats:
     """Returns FLOPs and tokens by replica and encoder microbatch of one group."""
-    replicas, encoders = assignment.dealing_replicas, assignment.dealing_replicas * bins.bins
+    replicas = assignment.dealing_replicas
     if bins.sharing == "all":
         return np.stack([items.totals[:, column].sum(axis=1) for column in columns], axis=1)[:, None, :]
-    if assignment.locked:  # ranks meet in every microbatch: what one has more there is never made up for
-        alone = [_sum_bins(items, [column], [range(encoders)]) for column in columns]
-        fullest: Floats = np.concatenate([_fullest(column) for column in alone], axis=2)
-        return fullest.repeat(bins.bins, axis=2)
-    loads = _sum_bins(items, columns, list_column_pipelines(bins.pipelines, len(columns), replicas))
+    pipelines = list_column_pipelines(bins.pipelines, len(columns), replicas)
+    loads = _sum_bins(items, columns, pipelines, locked=assignment.locked)
     by_replica = loads.reshape(2, len(columns), replicas, bins.bins).swapaxes(1, 2)
     return by_replica.reshape(2, replicas, len(columns) * bins.bins)
 
 
-def _sum_bins(items: EncoderItemCosts, columns: Columns, pipelines: Sequence[Sequence[int]]) -> Floats:
+def _sum_bins(
+    items: EncoderItemCosts, columns: Columns, pipelines: Sequence[Sequence[int]], *, locked: bool
+) -> Floats:
     """Returns FLOPs and tokens of the bins of every column."""
     flops = [list(chain.from_iterable(items.flops[n] for n in column.tolist())) for column in columns]
-    dealt: DealtItems = deal_items(flops, pipelines)
+    dealt: DealtItems = deal_items(flops, pipelines, locked=locked)
     loads, begin = np.empty((2, len(columns), len(pipelines[0]))), 0
     for place, column in enumerate(columns):
         lengths = list(chain.from_iterable(items.lengths[n] for n in column.tolist()))
@@ -72,7 +73,7 @@ def _sum_bins(items: EncoderItemCosts, columns: Columns, pipelines: Sequence[Seq
     return loads
 
 
-def _fullest(loads: Floats) -> Floats:
-    """Returns the loads of the bin with the most compute of each column, as those of one replica."""
-    fullest = loads[COMPUTE].argmax(axis=1)
-    return loads[:, np.arange(len(fullest)), fullest][:, None, :]
+def _slowest(loads: Floats) -> Floats:
+    """Returns, as those of one replica, the loads of the replica with the most compute in every bin."""
+    slowest = loads[COMPUTE].argmax(axis=0)
+    return loads[:, slowest, np.arange(len(slowest))][:, None, :]

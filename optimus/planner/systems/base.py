@@ -158,7 +158,7 @@ class BaseSystem(ABC):
             memory=memories[worst],
             worst_rank=schedule.device_name(worst),
             bubbles=bubbles,
-            fits=memories[worst].total <= context.capacity_bytes,
+            fits=_needed_bytes(result, memories[worst]) <= context.capacity_bytes,
             candidate=candidate,
             schedule=schedule,
             timeline=timeline,
@@ -201,6 +201,12 @@ def select_fastest(
         other_s = simulate_step_s(other)
         best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
     return best
+
+
+def _needed_bytes(result: SearchResult | None, worst: RankMemory) -> float:
+    """Returns the memory of the fullest rank: at p99 of steps, if there is a plan."""
+    at_p99 = None if result is None else result.peak_bytes_at_p99
+    return worst.total if at_p99 is None else max(worst.total, at_p99)
 
 
 def _simulate_overlapped(assumptions: Assumptions, schedule: Schedule) -> float:

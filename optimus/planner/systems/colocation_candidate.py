@@ -10,8 +10,6 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-import numpy as np
-
 from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.data.dealing import choose_dealing_replicas
@@ -217,19 +215,21 @@ class ColocationCandidate:
     @cached_property
     def _bins_at_p99(self) -> dict[str, Floats]:
         """By encoder and n: load of n microbatches in a row at p99 of steps, as multiples of a priced one."""
-        llm, by_encoder = self.llm, {}
-        for placed in self._unfolded.encoders:
-            name = placed.encoder.name
-            shape = BinShape(
-                encoder=name,
-                replicas=llm.layout.dp,
-                microbatches=llm.microbatches,
-                pipelines=placed.pipelines,
+        llm = self.llm
+        return {
+            placed.encoder.name: self.context.resident_bins_at_p99(
+                BinShape(
+                    encoder=placed.encoder.name,
+                    replicas=llm.layout.dp,
+                    microbatches=llm.microbatches,
+                    pipelines=placed.pipelines,
+                    dealing_replicas=self._unfolded.dealing_replicas,
+                ),
+                sequences=llm.sequences / placed.pieces,
+                priced=self._sequences_per_piece(placed.encoder),
             )
-            bins, mean = self.context.resident_bins_at_p99(shape), llm.sequences / placed.pieces
-            priced = max(self._sequences_per_piece(placed.encoder), 1e-30)
-            by_encoder[name] = np.maximum(bins * mean / priced, np.arange(len(bins)))
-        return by_encoder
+            for placed in self._unfolded.encoders
+        }
 
     @property
     def widest_window(self) -> int:

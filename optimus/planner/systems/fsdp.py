@@ -9,14 +9,14 @@ from itertools import compress, pairwise, product
 from typing import TYPE_CHECKING
 
 from optimus.cost.memory import RankMemory
-from optimus.cost.network import Collective
+from optimus.data.dealing import choose_dealing_replicas
 from optimus.errors import DoesNotFit
 from optimus.ir.op import OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Span
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, divisors
-from optimus.job.model import BF16_BYTES, Encoder, Llm
+from optimus.job.model import Encoder, Llm
 from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.systems.base import BaseSystem
@@ -79,31 +79,12 @@ class FsdpCandidate(PipelineCandidate):
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one rank's share for every replica; layers are gathered from all of them."""
-        return replace(
-            super().batch_assignment(),
-            locked=True,
-            dealing_replicas=self.layout.dp,
-            exchange_s=self._exchange_s,
-        )
+        return replace(super().batch_assignment(), locked=True)
 
     @property
-    def _exchange_s(self) -> float:
-        """Seconds of a microbatch's all-to-alls if images are dealt over all ranks: patches, and rows back.
-
-        They are exposed: the tower waits for patches, the LLM for rows, and the tower for their gradients.
-        """
-        job, layout, seconds = self.context.job, self.layout, 0.0
-        for encoder in job.model.encoders:
-            load = job.workload.encoder_load(encoder.name, encoder.merge)
-            tokens = load.tokens * self.sequences / layout.tp
-            width = encoder.projector.widths[-1] * len(encoder.feeds) / encoder.merge
-            trains = encoder.train or encoder.projector.train
-            for times, numbers in ((1, encoder.patch_inputs), (1 + trains, width)):
-                size = tokens * numbers * BF16_BYTES
-                seconds += times * self.context.cost_model.group_s(
-                    Collective.ALL_TO_ALL, size, ranks=layout.dp * layout.tp, stride=1
-                )
-        return seconds
+    def dealing_replicas(self) -> int:
+        """Replicas that encode each other's items, where these differ: all wait for the slowest."""
+        return choose_dealing_replicas(self.context.job.workload, self.layout.dp)
 
     def describe(self) -> str:
         """Returns layout, microbatch size and recomputation."""

@@ -19,6 +19,7 @@ from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolic
 from optimus.planner.filled_plan import FilledPlan, SearchResult, lower_to_plan
 from optimus.planner.systems.base import BaseCandidate
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder, Sharding
+from optimus.planner.worst_step import BinShape
 from optimus.schedule.op_times import OpTimeline, OrderColumns, StageSeconds, find_peak_activations, time_ops
 from optimus.schedule.pipeline_orders import (
     PipelineOrder,
@@ -105,7 +106,18 @@ class PipelineCandidate(BaseCandidate):
     def builder(self) -> ColocatedPlanBuilder:
         """Builds the header of the plan, and counts the bytes that are there all the time."""
         encoders = [self._encoder(encoder) for encoder in self._encoders]
-        return ColocatedPlanBuilder(self.context, self.only_module(LLM), encoders, sharding=self.sharding)
+        return ColocatedPlanBuilder(
+            self.context,
+            self.only_module(LLM),
+            encoders,
+            dealing_replicas=self.dealing_replicas,
+            sharding=self.sharding,
+        )
+
+    @property
+    def dealing_replicas(self) -> int:
+        """1: every replica encodes the items of its own sequences."""
+        return 1
 
     @property
     def _encoders(self) -> list[Encoder]:
@@ -137,7 +149,16 @@ class PipelineCandidate(BaseCandidate):
             how=self.describe(),
             considered=1,
             hidden_share=self.filled.hidden_share,
+            peak_bytes_at_p99=self._peak_bytes_at_p99,
         )
+
+    @property
+    def _peak_bytes_at_p99(self) -> float:
+        """Memory of the fullest rank of the plan at p99 of steps."""
+        plan = self.filled.plan
+        stages = [plan.ranks.coordinates(device)[0] for device in range(len(plan.memory))]
+        added = self.added_bytes_at_p99
+        return max(held.peak + added[stage] for stage, held in zip(stages, plan.memory, strict=True))
 
     def simulated(self) -> tuple[Schedule, Timeline]:
         """Returns one training step, kernel by kernel, and when its kernels run."""
@@ -213,12 +234,55 @@ class PipelineCandidate(BaseCandidate):
             for stage in range(layout.pp)
         )
 
+    @property
+    def fits(self) -> bool:
+        """True if every rank stays within a GPU's memory, also at p99 of steps."""
+        return super().peak_bytes <= self.context.capacity_bytes >= self.peak_bytes
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Memory of the fullest rank at p99 of steps."""
+        totals = [memory.total for memory in self.memories]
+        return max(total + more for total, more in zip(totals, self.added_bytes_at_p99, strict=True))
+
+    @cached_property
+    def added_bytes_at_p99(self) -> list[float]:
+        """Bytes that encoder microbatches on a rank of every stage have more at p99 of steps."""
+        added, by_encoder = np.zeros(self.layout.pp), self.sums.encoder_bytes(self.cut, self.layout.pp)
+        if not by_encoder:
+            return [0.0] * self.layout.pp
+        assigned = self.batch_assignment()
+        one = np.maximum(sum(saved for saved, _ in by_encoder.values()), 1.0)
+        held = np.array([memory.encoder_activations for memory in self.memories])
+        for name, (saved, transient) in by_encoder.items():
+            shape = BinShape(
+                encoder=name,
+                replicas=self.layout.dp,
+                microbatches=self.microbatches,
+                pipelines=assigned.encoders[name].pipelines,
+                dealing_replicas=assigned.dealing_replicas,
+                locked=assigned.locked,
+            )
+            bins = self.context.resident_bins_at_p99(
+                shape,
+                sequences=self.sequences / assigned.encoders[name].bins,
+                priced=assigned.encoders[name].priced_sequences,
+            )
+            resident = np.minimum(np.ceil(held / one).astype(int), len(bins) - 1)
+            added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient
+        return added.tolist()
+
     def batch_assignment(self) -> BatchAssignment:
         """Returns one data-parallel replica's share for every pipeline, in a piece for each encoder block."""
         bins = encoder_bins_on_llm_ranks(
             self.context, self.layers, self.sequences, self.microbatches, self.layout
         )
-        return BatchAssignment(replicas=self.layout.dp, microbatches=self.microbatches, encoders=bins)
+        return BatchAssignment(
+            replicas=self.layout.dp,
+            microbatches=self.microbatches,
+            encoders=bins,
+            dealing_replicas=self.dealing_replicas,
+        )
 
     def describe(self) -> str:
         """Returns layout, op order, microbatch size and recomputation."""
