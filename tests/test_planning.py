@@ -265,7 +265,7 @@ def test_plan_prints_what_it_chose_and_why(
         "not modelled",
     ):
         assert word in text
-    assert "9 of 9 rules" in text and f"wrote {path}" in text and "next  optimus check" in text
+    assert "9 of 9 rules" in text and f"wrote {path}" in text and "next  optimus report" in text
 
 
 @pytest.mark.ci("plan file")

@@ -88,8 +88,11 @@ def test_what_optimus_contains_is_never_faster_and_nothing_is_below_the_floor(
 
 
 def test_reasons_follow_from_the_steps(planned: RecommendedPlan) -> None:
-    system = replace(planned.comparison.systems["fsdp"], name="fsdp")
-    base = replace(planned.recommendation, system=system)
+    systems = {
+        name: replace(planned.comparison.systems[name], overlapped_step_s=seconds)
+        for name, seconds in (("fsdp", 1.1), ("optimus", 0.99), ("balanced-best", 1.2))
+    }
+    base = replace(planned.recommendation, name="fsdp", systems=systems)
     near = with_means(base, {"fsdp": 1.01, "optimus": 1.0, "balanced-best": 1.1})
     assert near.fastest == "optimus" and near.next_best == "optimus"
     assert near.filling_speedup == pytest.approx(1.01)
@@ -101,12 +104,25 @@ def test_reasons_follow_from_the_steps(planned: RecommendedPlan) -> None:
     assert alone.next_best == "balanced-best"
     assert alone.reasons[0] == "the next best, balanced-best, takes 10.0% longer"
     assert alone.reasons[1] == "filling bubbles gains nothing here (worth it from 2% on)"
-    worth = with_means(replace(base, system=replace(system, name="optimus")), {"fsdp": 1.25, "optimus": 1.0})
-    assert worth.reasons[1] == "filling bubbles takes 20.0% less time (worth it)"
-    full = replace(near, capacity_bytes=system.memory.total / 0.96)
+    worth = with_means(replace(base, name="optimus"), {"fsdp": 1.25, "optimus": 1.0})
+    assert worth.reasons[1] == (
+        "filling bubbles takes 20.0% less time (worth it, 10.0% with 70% of the TP traffic overlapped already)"
+    )
+    peak = systems["fsdp"].peak_bytes
+    full = replace(near, capacity_bytes=peak / 0.96)
     assert full.memory_share > NEARLY_FULL
     assert full.reasons[-1] == "it needs 96% of the memory, which leaves little room"
-    assert "memory, which" not in replace(near, capacity_bytes=system.memory.total / 0.94).sentence
+    assert "memory, which" not in replace(near, capacity_bytes=peak / 0.94).sentence
+
+
+def test_the_sentence_names_layouts_and_memory_at_p99(planned: RecommendedPlan) -> None:
+    words = planned.recommendation.sentence.split(":")[0]
+    layouts = {name: str(module.layout) for name, module in planned.plan.modules.items()}
+    assert words.startswith(f"run {planned.plan.strategy} on llm {layouts['llm']}")
+    assert all(layout in words for layout in layouts.values())
+    at_p99 = planned.search_result.peak_bytes_at_p99
+    assert at_p99 is not None
+    assert f"{max(at_p99, planned.memory.total) / 1e9:.1f} of" in planned.recommendation.sentence
 
 
 def test_the_same_words_in_terminal_json_and_plan_file(

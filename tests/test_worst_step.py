@@ -80,6 +80,37 @@ def test_one_step_in_a_hundred_holds_more(resident: int) -> None:
     assert planned <= 1.1 * max(held)
 
 
+@pytest.mark.parametrize(("replicas", "microbatches"), [(32, 8), (8, 16), (64, 4)])
+@pytest.mark.parametrize("resident", [1, 3])
+def test_the_fullest_of_all_replicas_that_encode_their_own(
+    replicas: int, microbatches: int, resident: int
+) -> None:
+    """Other steps, dealt here to all replicas: two of them were drawn for the plan."""
+    varied, rng = job(sequences=2 * replicas * microbatches), np.random.default_rng(7)
+    tokens = np.array([sum(sequence.lengths("vision")) for sequence in varied.workload.sequences], float)
+    loads = DrawnSteps(varied)._loads
+    held = []
+    for _ in range(100):
+        drawn = rng.integers(len(tokens), size=2 * replicas * microbatches)
+        fullest = 0.0
+        for own in deal_sequences(loads[drawn].tolist(), replicas):
+            dealt = deal_sequences(loads[drawn[own]].tolist(), microbatches)
+            columns = [tokens[drawn[own][column]].sum() for column in dealt]
+            in_a_row = [sum(columns[at : at + resident]) for at in range(microbatches + 1 - resident)]
+            fullest = max(fullest, *in_a_row)
+        held.append(fullest / (2 * tokens.mean()))
+    shape = BinShape(
+        encoder="vision",
+        replicas=replicas,
+        microbatches=microbatches,
+        pipelines=(0,) * microbatches,
+        dealing_replicas=1,
+    )
+    planned = DrawnSteps(varied).resident_bins_at_p99(shape)[resident]
+    assert np.mean(np.array(held) > planned) <= 0.05
+    assert planned <= 1.1 * max(held)
+
+
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_steps_are_dealt_as_in_the_engine(is_reversed: bool) -> None:
     """Two encoders with unequal layouts, on a plan's own pipelines: the tokens of every bin."""

@@ -115,7 +115,7 @@ def _system(system: SimulatedSystem) -> Figures:
     return {
         "step_s": rounded(system.step_s),
         "overlapped_s": rounded(system.overlapped_step_s),
-        "memory_gb": rounded(system.memory.total / 1e9),
+        "memory_gb": rounded(system.peak_bytes / 1e9),
         "fits": system.fits,
         "how": system.how,
     }

@@ -372,7 +372,7 @@ def _system(system: SimulatedSystem) -> Figures:
     }
     figures = {
         "step_s": rounded(system.step_s),
-        "peak_gb": round(memory.total / 1e9, 3),
+        "peak_gb": round(system.peak_bytes / 1e9, 3),
         "fits": system.fits,
         "how": system.how,
         "gb": {name: round(size / 1e9, 3) for name, size in parts.items()},

@@ -74,6 +74,7 @@ def _system_json(comparison: Comparison, system: SimulatedSystem) -> dict[str, o
         "step_over_floor": comparison.over_floor(system.name),
         "step_s_if_tp_overlapped": {str(OVERLAPPED_TP_SHARE): system.overlapped_step_s},
         "peak_memory_bytes": system.memory.total,
+        "peak_memory_bytes_p99": system.peak_bytes,
         "fits": system.fits,
         "mfu": system.mfu,
         "tokens_per_s_per_gpu": system.tokens_per_s_per_gpu,
@@ -197,7 +198,7 @@ def _table(comparison: Comparison) -> list[str]:
             format_seconds(system.overlapped_step_s),
             f"{100 * system.mfu:.1f}",
             f"{system.tokens_per_s_per_gpu:.0f}",
-            format_gigabytes(system.memory.total) + ("" if system.fits else " !"),
+            format_gigabytes(system.peak_bytes) + ("" if system.fits else " !"),
         ]
         row += [f"{100 * getattr(system.bubbles, cause) / system.step_s:.1f}" for cause in CAUSES]
         rows.append(row)

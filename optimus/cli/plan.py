@@ -175,7 +175,21 @@ class PlanCommand:
             write_trace({plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace)
             lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         why = f"optimus why {output} {suggest_neighbour_layout(plan.modules['llm'].layout)}"
-        return [*lines, *format_next_commands(f"optimus check {output}", f"optimus report {output}", why)]
+        return [
+            *lines,
+            *format_next_commands(f"optimus report {output}", why, self._run_command(planned, output)),
+        ]
+
+    def _run_command(self, planned: PlanningResult, output: Path) -> str:
+        """Names the command that runs the plan, or where the engine does not, that exports it."""
+        from optimus.job.own_layers import find_unsplittable, find_untrainable
+
+        model, llm = planned.comparison.job.model, planned.plan.modules["llm"].layout
+        runs = find_untrainable(model) is None and llm.ep == 1
+        if not runs or (llm.cp > 1 and find_unsplittable(model.llm) is not None):
+            return f"optimus export {output} --to megatron"
+        on = "" if self.on is None else f" --on {self.on}"
+        return f"optimus train {self.job} --plan {output}{on} --dry-run"
 
 
 def suggest_neighbour_layout(layout: Layout) -> str:
@@ -277,10 +291,10 @@ def _chosen(planned: PlanningResult) -> list[str]:
 
 
 def _microbatches(split: list[int], pieces: int) -> str:
-    """Formats `8 microbatches`, and their size if it is a fraction of the LLM's."""
+    """Formats `8 microbatches`, or `16 microbatches of 1/2 of the LLM's`."""
     counts = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
     words = f"{counts} microbatch" if counts == "1" else f"{counts} microbatches"
-    return words if pieces == 1 else f"{words} of 1/{pieces}"
+    return words if pieces == 1 else f"{words} of 1/{pieces} of the LLM's"
 
 
 def _table(comparison: Comparison) -> list[str]:
@@ -294,7 +308,7 @@ def _table(comparison: Comparison) -> list[str]:
                 f"{name} (floor)" if name == "llm-only" else name,
                 format_seconds(system.step_s),
                 f"{comparison.over_floor(name):.3f}",
-                format_gigabytes(system.memory.total) + ("" if system.fits else " !"),
+                format_gigabytes(system.peak_bytes) + ("" if system.fits else " !"),
                 f"{100 * system.mfu:.1f}",
                 format_seconds(system.overlapped_step_s),
             ]
@@ -302,7 +316,7 @@ def _table(comparison: Comparison) -> list[str]:
         if system.measured_step_s is not None:
             rows.append(_measured(comparison, system))
     lines = align_columns(header, rows)
-    lines += wrap_remark(f"At the mean of the data. {TP_SHARE_REMARK}")
+    lines += wrap_remark(f"Steps at the mean of the data, memory at p99 of steps. {TP_SHARE_REMARK}")
     if any(not system.fits for system in comparison.systems.values()):
         lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():
@@ -334,7 +348,7 @@ def _hidden_lines(planned: PlanningResult) -> list[str]:
 
     plan, bounds = planned.plan, planned.bounds
     coarse = planned.search_result.notes.get("hidden_share_coarse")
-    hidden = f"strict {planned.hidden_strict:.0%}, placed {planned.hidden_placed:.0%}"
+    hidden = f"strict {max(0.0, planned.hidden_strict):.0%}, placed {planned.hidden_placed:.0%}"
     hidden += "" if coarse is None else f" (coarse {coarse:.0%})"
     over = planned.step_s / bounds.bound_s
     bound = f"{format_seconds(bounds.bound_s)} s at this layout of the LLM ({bounds.largest_name} binds); "
@@ -377,7 +391,7 @@ def _memory(planned: PlanningResult) -> str:
     total = f"{format_gigabytes(memory.total)} of {format_gigabytes(capacity)} GB"
     heavy = planned.search_result.peak_bytes_at_p99
     if heavy is not None and heavy > memory.total:
-        total += f" ({format_gigabytes(heavy)} at p99 of the data, to which no other system is held)"
+        total += f" ({format_gigabytes(heavy)} at p99 of steps)"
     components = ", ".join(f"{name} {format_gigabytes(value)}" for name, value in parts.items())
     return f"{total} on the worst rank ({system.worst_rank}): {components}"
 
@@ -386,7 +400,8 @@ def _rejected(planned: PlanningResult) -> list[str]:
     """Counts rejected layouts by reason, with one example of each."""
     from optimus.planner.filled_plan import summarize_rejections
 
-    return wrap_text("rejected", "; ".join(summarize_rejections(planned.rejected)) or "none")
+    words = "; ".join(summarize_rejections(planned.rejected)) or "none"
+    return wrap_text("rejected", f"as pipelines: {words}" if planned.plan.strategy == "fsdp" else words)
 
 
 def _checked(planned: PlanningResult) -> str:

@@ -136,6 +136,9 @@ def list_unsupported_encoder_features(
     if facts.plan.encoders and facts.plan.strategy not in ("stage0", "fsdp"):
         why = "it runs an encoder only as part of the first pipeline stage's forward and backward"
         unsupported.append(UnsupportedFeature(what="encoder work in the LLM's idle time", why=why))
+    if (replicas := facts.plan.dealing_replicas) > 1:
+        why = "each of its replicas encodes the items of its own sequences, and all wait for the slowest"
+        unsupported.append(UnsupportedFeature(what=f"items dealt over {replicas} replicas", why=why))
     for name, module in facts.plan.encoders.items():
         encoder = module.layout
         if encoder.pp > 1 and facts.plan.strategy != "stage0":  # which has all its layers in the first

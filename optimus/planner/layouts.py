@@ -322,7 +322,7 @@ def _close_to_best(
 def _why_slower(layout: _EstimatedLayout, best: _EstimatedLayout) -> str:
     over = layout.step_s / best.step_s
     return (
-        f"slower: a balanced pipeline takes about {layout.step_s:.3g} s, {over:.2f} of that at "
+        f"slower: a balanced pipeline takes about {layout.step_s:.3g} s, {over:.2f} times that at "
         f"{best.context.layout}, the LLM alone {layout.llm_alone_s:.3g} s"
     )
 

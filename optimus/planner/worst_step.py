@@ -16,17 +16,13 @@ from statistics import NormalDist
 import numpy as np
 
 from optimus.cost.flops import fit_item_cost
-from optimus.data.dealing import (
-    MAX_REPLICAS,
-    deal_items,
-    deal_sequences,
-    list_column_pipelines,
-)
+from optimus.data.dealing import deal_items, deal_sequences, list_column_pipelines
 from optimus.ir.op import Floats, Ints
 from optimus.job.job import Job
 
 STEPS = 40  # drawn, of which a normal distribution is fitted for the quantile
 SEED = 0
+ALONE_SAMPLED = 3  # replicas, where each encodes the items of its own sequences
 P99_SIGMAS = NormalDist().inv_cdf(0.99)
 Column = list[int]  # sequences of the workload in one microbatch index of a dealing group
 
@@ -49,8 +45,8 @@ class BinShape:
 
     @property
     def sampled_groups(self) -> int:
-        """The first groups, which get the heaviest sequences: they stand for all."""
-        return min(self.groups, max(1, MAX_REPLICAS // self.dealing_replicas))
+        """Groups that stand for all: the first, which get the heaviest sequences."""
+        return min(self.groups, 1 if self.dealing_replicas > 1 else ALONE_SAMPLED)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

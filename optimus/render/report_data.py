@@ -329,7 +329,7 @@ def _candidates(plan: Plan, comparison: Comparison) -> TriedCandidates:
         CandidatePoint(
             name=name,
             step_s=system.step_s,
-            peak_bytes=system.memory.total,
+            peak_bytes=system.peak_bytes,
             reason=system.how if system.fits else f"does not fit; {system.how}",
             sort="system" if system.fits else "rejected",
         )

@@ -180,6 +180,6 @@ def _figures(planned: PlanningResult) -> SweepFigures:
         floor_s=planned.floor_s,
         simpler=None if simpler is None else simpler.name,
         simpler_s=None if simpler is None else planned.speedup[simpler.name] * planned.step_s,
-        peak_bytes=planned.memory.total,
+        peak_bytes=planned.system.peak_bytes,
         capacity_bytes=planned.comparison.context.capacity_bytes,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.measured_profile import Profile
 from optimus.errors import DoesNotFit
+from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.planner.compare import Comparison
 from optimus.planner.planning import (
@@ -17,7 +18,7 @@ from optimus.planner.planning import (
     build_plan,
     compare_for_plan,
 )
-from optimus.planner.systems.base import SimulatedSystem
+from optimus.planner.systems.base import OVERLAPPED_TP_SHARE, SimulatedSystem
 from optimus.planner.systems.registry import (
     SYSTEMS,
     default_baselines,
@@ -41,15 +42,16 @@ Progress = Callable[[str, int, int], None]
 class Recommendation:
     """The system to run: the simplest of those that are about as fast as the fastest over drawn batches."""
 
-    system: SimulatedSystem
+    name: str
+    systems: Mapping[str, SimulatedSystem]  # those that may be the fastest
     capacity_bytes: float
     drawn: Mapping[str, BatchStepTimes]  # systems that may be the fastest, and today's; fastest first
     planned: tuple[str, ...]  # those of them that can be planned, in the same order
     sure: WinRate | None  # None: not computed
 
     @property
-    def name(self) -> str:
-        return self.system.name
+    def system(self) -> SimulatedSystem:
+        return self.systems[self.name]
 
     @property
     def steps(self) -> BatchStepTimes:
@@ -70,7 +72,7 @@ class Recommendation:
 
     @property
     def memory_share(self) -> float:
-        return self.system.memory.total / self.capacity_bytes
+        return self.system.peak_bytes / self.capacity_bytes
 
     @property
     def filling_speedup(self) -> float | None:
@@ -79,6 +81,27 @@ class Recommendation:
         if FILLED not in self.drawn or not simpler:
             return None
         return self.drawn[simpler[0]].mean_s / self.drawn[FILLED].mean_s
+
+    @property
+    def _with_tp_overlapped(self) -> str:
+        """What filling gains if TP traffic is overlapped already; empty where it is not worth it."""
+        filled = self.systems.get(FILLED)
+        simpler = [s.overlapped_step_s for n, s in self.systems.items() if not fills_bubbles(n)]
+        gain = self.filling_speedup
+        if filled is None or gain is None or gain < MIN_SPEEDUP_WORTH_FILLING:
+            return ""
+        less = max(0.0, 1 - filled.overlapped_step_s / min(simpler))
+        return f", {less:.1%} with {OVERLAPPED_TP_SHARE:.0%} of the TP traffic overlapped already"
+
+    @property
+    def _layouts(self) -> str:
+        """The layout of the LLM, and of encoders that have another."""
+        result = self.system.search_result
+        assert result is not None, "what is recommended has a plan"
+        modules = result.filled.header.modules
+        llm = f"llm {modules[LLM].layout}"
+        others = [f"{n} {m.layout}" for n, m in modules.items() if m.layout != modules[LLM].layout]
+        return f"{llm} ({', '.join(others)})" if others else llm
 
     @property
     def reasons(self) -> list[str]:
@@ -95,7 +118,7 @@ class Recommendation:
         if gain is not None:
             gained = f"takes {1 - 1 / gain:.1%} less time" if gain >= 1.0005 else "gains nothing here"
             worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
-            reasons.append(f"filling bubbles {gained} ({worth})")
+            reasons.append(f"filling bubbles {gained} ({worth}{self._with_tp_overlapped})")
         if self.memory_share > NEARLY_FULL:
             reasons.append(f"it needs {self.memory_share:.0%} of the memory, which leaves little room")
         return reasons
@@ -104,10 +127,10 @@ class Recommendation:
     def sentence(self) -> str:
         """The recommendation in one sentence, the same in the terminal, JSON, plan file and report."""
         steps = self.steps
-        words = f"run {self.name}: {steps.mean_s:.4g} s a step"
+        words = f"run {self.name} on {self._layouts}: {steps.mean_s:.4g} s a step"
         if steps.simulations > 1:
             words += f" over {len(steps.steps_s)} drawn batches (p95 {steps.p95_s:.4g})"
-        words += f", {self.system.memory.total / 1e9:.1f} of {self.capacity_bytes / 1e9:.0f} GB"
+        words += f", {self.system.peak_bytes / 1e9:.1f} of {self.capacity_bytes / 1e9:.0f} GB at p99 of steps"
         return "; ".join([words, *self.reasons, *([] if self.sure is None else [self.sure.sentence])])
 
     @property
@@ -204,7 +227,8 @@ def recommend(
     close = [n for n in planned if drawn[n].mean_s <= MIN_SPEEDUP_WORTH_FILLING * drawn[planned[0]].mean_s]
     chosen = min(close, key=list(SYSTEMS).index)
     return Recommendation(
-        system=comparison.systems[chosen],
+        name=chosen,
+        systems={name: comparison.systems[name] for name in planned},
         capacity_bytes=comparison.context.capacity_bytes,
         drawn=drawn,
         planned=tuple(planned),

@@ -41,7 +41,8 @@ class SimulatedSystem:
     overlapped_step_s: float  # of the same schedule with OVERLAPPED_TP_SHARE of the TP traffic hidden
     mfu: float
     tokens_per_s_per_gpu: float
-    memory: RankMemory  # of the worst rank
+    memory: RankMemory  # of the worst rank, at the mean of the data
+    peak_bytes: float  # of the fullest rank: at p99 of steps, if there is a plan
     worst_rank: str
     bubbles: BubbleSeconds
     fits: bool
@@ -144,7 +145,9 @@ class BaseSystem(ABC):
             result = candidate.search_result()
             memories = candidate.memories if result is None else result.memories
             bubbles = average_bubbles(sum_bubbles_by_cause(schedule, timeline), candidate.device_gpus)
+        at_p99 = None if result is None else result.peak_bytes_at_p99
         worst = max(range(len(memories)), key=lambda device: memories[device].total)
+        peak_bytes = max(memories[worst].total, at_p99 or 0.0)
         model = job.model if self.runs_encoders else replace(job.model, encoders=())
         peak_flops = job.cluster.gpu.peak_flops * job.cluster.gpus
         tokens = job.workload.sequence_tokens * job.workload.sequences_per_step
@@ -158,7 +161,8 @@ class BaseSystem(ABC):
             memory=memories[worst],
             worst_rank=schedule.device_name(worst),
             bubbles=bubbles,
-            fits=_needed_bytes(result, memories[worst]) <= context.capacity_bytes,
+            peak_bytes=peak_bytes,
+            fits=peak_bytes <= context.capacity_bytes,
             candidate=candidate,
             schedule=schedule,
             timeline=timeline,
@@ -201,12 +205,6 @@ def select_fastest(
         other_s = simulate_step_s(other)
         best, step_s = (other, other_s) if other_s < step_s else (best, step_s)
     return best
-
-
-def _needed_bytes(result: SearchResult | None, worst: RankMemory) -> float:
-    """Returns the memory of the fullest rank: at p99 of steps, if there is a plan."""
-    at_p99 = None if result is None else result.peak_bytes_at_p99
-    return worst.total if at_p99 is None else max(worst.total, at_p99)
 
 
 def _simulate_overlapped(assumptions: Assumptions, schedule: Schedule) -> float:
