@@ -215,6 +215,12 @@ def _fill_bins(
 ) -> tuple[list[int], list[float]]:
     """Returns the bin of every item of a column and every bin's load: each to its pipeline's emptiest."""
     filled, places = [0.0] * len(pipelines), [0] * len(costs)
+    if len(owned) == len(pipelines):  # one bin each
+        for place, pipeline in enumerate(pipelines):
+            filled[place] = sum(costs[item] for item in owned[pipeline])
+            for item in owned[pipeline]:
+                places[item] = place
+        return places, filled
     own_bins: dict[int, list[int]] = {}
     for number, pipeline in enumerate(pipelines):
         own_bins.setdefault(pipeline, []).append(number)

@@ -172,15 +172,20 @@ class PlanningContext:
         images = self.count_images(encoder, sequences)
         return mean if pieces == blocks or not images else max(mean, sequences / images)
 
-    def resident_bins_at_p99(self, shape: BinShape, *, sequences: float, priced: float) -> Floats:
-        """Returns by n the load of n bins in a row in a heavy step, as multiples of a priced bin.
+    def resident_bins_at_p99(
+        self, shape: BinShape, *, sequences: float, priced: float, bounded: bool = False
+    ) -> Floats:
+        """Returns by n the load of n bins in a row in a heavy step, or a bound on it, in priced bins.
 
         A bin has that of so many mean `sequences`, and was priced for as many or, where images are few, more.
         """
-        if shape not in self.cache.resident_bins:
-            self.cache.drawn_steps = self.cache.drawn_steps or DrawnSteps(self.job)
-            self.cache.resident_bins[shape] = self.cache.drawn_steps.resident_bins_at_p99(shape)
-        bins = self.cache.resident_bins[shape]
+        self.cache.drawn_steps = self.cache.drawn_steps or DrawnSteps(self.job)
+        if bounded:
+            bins = self.cache.drawn_steps.most_resident_bins(shape)
+        else:
+            if shape not in self.cache.resident_bins:
+                self.cache.resident_bins[shape] = self.cache.drawn_steps.resident_bins_at_p99(shape)
+            bins = self.cache.resident_bins[shape]
         return np.maximum(bins * sequences / max(priced, 1e-30), np.arange(len(bins)))
 
     def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:

@@ -200,8 +200,8 @@ def _find_fitting_pipeline(context: PlanningContext) -> PipelineCandidate | str:
     if states > capacity:
         return f"memory: model states alone {states / 1e9:.1f} of {capacity / 1e9:.0f} GB"
     pipeline = first_fitting_pipeline(context, modules)
-    if not pipeline.fits:
-        return f"memory: at least {pipeline.peak_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
+    if pipeline.mean_bytes > capacity:
+        return f"memory: at least {pipeline.mean_bytes / 1e9:.1f} of {capacity / 1e9:.0f} GB"
     return pipeline
 
 

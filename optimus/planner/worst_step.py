@@ -62,6 +62,11 @@ class ItemSizes:
         return len(set(self.tokens)) == 1
 
     @cached_property
+    def most_tokens(self) -> int:
+        """Tokens of the largest sequence."""
+        return max(map(sum, self.tokens))
+
+    @cached_property
     def mean_tokens(self) -> float:
         """Tokens of the mean sequence."""
         return sum(map(sum, self.tokens)) / len(self.tokens)
@@ -126,6 +131,15 @@ class DrawnSteps:
                 bins = first_bins + np.array(dealt, int)
                 by_group.append(np.bincount(bins, tokens, len(columns) * width))
             yield np.array(by_group, np.float64)
+
+    def most_resident_bins(self, shape: BinShape) -> Floats:
+        """Returns a bound on `resident_bins_at_p99`: every bin with all items of the heaviest sequences."""
+        sizes, width = self.sizes[shape.encoder], len(shape.pipelines) // shape.microbatches
+        most = 1 + max(Counter(shape.pipelines).values())
+        if sizes.are_alike:
+            return np.arange(most, dtype=np.float64)
+        heaviest = float(width * shape.dealing_replicas * sizes.most_tokens / sizes.mean_tokens)
+        return np.arange(most, dtype=np.float64) * heaviest
 
     def resident_bins_at_p99(self, shape: BinShape) -> Floats:
         """Returns by n the load, in mean bins, of a pipeline's fullest n bins in a row, at p99 of steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -236,18 +237,33 @@ class PipelineCandidate(BaseCandidate):
 
     @property
     def fits(self) -> bool:
-        """True if every rank stays within a GPU's memory, also at p99 of steps."""
-        return super().peak_bytes <= self.context.capacity_bytes >= self.peak_bytes
+        """True if every rank stays within a GPU's memory, also at p99 of steps, which need not be counted."""
+        capacity = self.context.capacity_bytes
+        if self.mean_bytes > capacity:
+            return False
+        return self._peak_bytes(self._added_bytes(bounded=True)) <= capacity or self.peak_bytes <= capacity
+
+    @property
+    def mean_bytes(self) -> float:
+        """Memory of the fullest rank in the mean step."""
+        return super().peak_bytes
 
     @cached_property
     def peak_bytes(self) -> float:
         """Memory of the fullest rank at p99 of steps."""
+        return self._peak_bytes(self.added_bytes_at_p99)
+
+    def _peak_bytes(self, added: Sequence[float]) -> float:
         totals = [memory.total for memory in self.memories]
-        return max(total + more for total, more in zip(totals, self.added_bytes_at_p99, strict=True))
+        return max(total + more for total, more in zip(totals, added, strict=True))
 
     @cached_property
     def added_bytes_at_p99(self) -> list[float]:
         """Bytes that encoder microbatches on a rank of every stage have more at p99 of steps."""
+        return self._added_bytes(bounded=False)
+
+    def _added_bytes(self, *, bounded: bool) -> list[float]:
+        """Returns `added_bytes_at_p99`, or a bound on them for which no step is dealt."""
         added, by_encoder = np.zeros(self.layout.pp), self.sums.encoder_bytes(self.cut, self.layout.pp)
         if not by_encoder:
             return [0.0] * self.layout.pp
@@ -267,6 +283,7 @@ class PipelineCandidate(BaseCandidate):
                 shape,
                 sequences=self.sequences / assigned.encoders[name].bins,
                 priced=assigned.encoders[name].priced_sequences,
+                bounded=bounded,
             )
             resident = np.minimum(np.ceil(held / one).astype(int), len(bins) - 1)
             added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient

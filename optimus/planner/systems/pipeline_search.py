@@ -139,7 +139,7 @@ def _estimate(pipeline: PipelineCandidate) -> float:
 def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Llm, ...]) -> PipelineCandidate:
     """Returns a pipeline of V = 1 with the least recomputation that fits, or that needs the least memory.
 
-    Nothing is simulated.
+    Nothing is simulated, and no step is drawn: it is the memory of the mean one.
     """
     policies = list(context.recompute_policies(modules))
     specs = sorted(
@@ -148,14 +148,14 @@ def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Ll
     pipelines: list[PipelineCandidate] = []
     for spec, policy in product(specs, policies):
         pipelines.append(_pipeline(context, modules, policy, spec))
-        if pipelines[-1].fits:
+        if pipelines[-1].mean_bytes <= context.capacity_bytes:
             return pipelines[-1]
     if not pipelines:
         raise DoesNotFit(
             f"the batch does not divide into microbatches at {context.layout}",
             "use another sequences_per_step or microbatch_sequences",
         )
-    return min(pipelines, key=lambda pipeline: pipeline.peak_bytes)
+    return min(pipelines, key=lambda pipeline: pipeline.mean_bytes)
 
 
 def _specs(
