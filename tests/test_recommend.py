@@ -105,9 +105,8 @@ def test_reasons_follow_from_the_steps(planned: RecommendedPlan) -> None:
     assert alone.reasons[0] == "the next best, balanced-best, takes 10.0% longer"
     assert alone.reasons[1] == "filling bubbles gains nothing here (worth it from 2% on)"
     worth = with_means(replace(base, name="optimus"), {"fsdp": 1.25, "optimus": 1.0})
-    assert worth.reasons[1] == (
-        "filling bubbles takes 20.0% less time (worth it, 10.0% with 70% of the TP traffic overlapped already)"
-    )
+    overlapped = "10.0% with 70% of the TP traffic overlapped already"
+    assert worth.reasons[1] == f"filling bubbles takes 20.0% less time (worth it, {overlapped})"
     peak = systems["fsdp"].peak_bytes
     full = replace(near, capacity_bytes=peak / 0.96)
     assert full.memory_share > NEARLY_FULL
