@@ -1,14 +1,18 @@
-"""Reads environment variables and the number of cores, for all other modules."""
+"""Reads environment variables and the number of cores, and ties processes to those that started them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pwd
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def cache_candidates(variables: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
@@ -158,3 +162,14 @@ def reported(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when `parent`, which started it, dies, however that happens.
+
+    In a container the parent may be process 1, which elsewhere adopts orphans.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before
+            os._exit(os.EX_TEMPFAIL)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +68,24 @@ def test_a_process_that_is_not_waited_for_is_ended() -> None:
     with pytest.raises(KeyboardInterrupt), Forked(lambda: bytes(10**7), cores=2):
         raise KeyboardInterrupt
     assert not has_child()
+
+
+def test_a_process_ends_with_the_one_that_forked_it() -> None:
+    """However it is killed: the pipe that both hold closes."""
+    script = (
+        "import os, time\n"
+        "from optimus.planner.forked import Forked\n"
+        "with Forked(lambda: time.sleep(60), cores=2):\n"
+        "    os.write(1, b'forked')\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        begin_s = time.monotonic()
+        assert process.stdout.read() == b""  # when both are gone
+        assert time.monotonic() - begin_s < 30
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -7,7 +7,6 @@ ranks load neither the command line nor the planner.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import pickle
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from optimus.engine.config import TrainingConfig, TrainingSummary
 from optimus.engine.watchdog import EXIT_LOST, EXIT_REFUSED, EXIT_STALLED
-from optimus.environment import Launched, for_rank
+from optimus.environment import Launched, end_with_parent, for_rank
 from optimus.errors import OptimusError, show_line
 from optimus.ir.files import write_file_atomically
 from optimus.ir.plan import Plan
@@ -39,7 +38,6 @@ SECOND_HAND = (EXIT_LOST, EXIT_STALLED)  # exit codes of ranks that stopped beca
 STOP_S = 120.0  # for ranks that are asked to end, to save a checkpoint
 SETTLE_S = 1.0  # after such a rank has ended, for the one that failed itself
 CLEAR_LINE = b"\r\x1b[2K"  # of a terminal, where a progress bar may be
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 # ---------------------------------------------------------------------------- training
@@ -83,17 +81,6 @@ def train_as_rank(folder: Path, train: Callable[..., TrainingSummary] | None = N
     if summary.rank == 0:
         summary.save(folder / SUMMARY)
     return 0
-
-
-def end_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process when `parent`, which started it, dies, however that happens.
-
-    In a container the parent may be process 1, which elsewhere adopts orphans.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before
-            os._exit(EXIT_LOST)
 
 
 # ---------------------------------------------------------------------------- processes

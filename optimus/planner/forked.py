@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
 
+from optimus.environment import end_with_parent
+
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -52,12 +54,14 @@ class Forked(Generic[T]):
 
     def _begin(self) -> None:
         reading, writing = os.pipe()
+        parent = os.getpid()
         with warnings.catch_warnings():  # other threads only print, and the process prints nothing
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process = os.fork()
         if self._process == 0:
             status = 1
             try:
+                end_with_parent(parent)
                 os.close(reading)
                 with os.fdopen(writing, "wb") as file:
                     _Pickler(file, self._shared).dump(self._function())

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from optimus.cost.measured_profile import LinkMeasurement, MessageTime
-from optimus.engine.launcher import end_with_parent
-from optimus.environment import keep_gloo_on_loopback
+from optimus.environment import end_with_parent, keep_gloo_on_loopback
 from optimus.errors import OptimusError
 
 MESSAGE_BYTES = (64, 4096, 65_536, 1_048_576, 8_388_608)
