@@ -21,12 +21,14 @@ from optimus.errors import DoesNotFit, UserError
 from optimus.exporters import targets
 from optimus.ir.planfile import load_plan
 from optimus.job.catalog_files import list_catalog_names
-from optimus.job.job import Job
+from optimus.job.job import CurrentRun, Job
 from optimus.job.layout import PartialLayout
 from optimus.job.own_layers import find_untrainable
 from optimus.job.read import find_job, load_model
 from optimus.job.targets import TARGETS, restrict_to_target
+from optimus.planner.compare import compare_systems
 from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.fsdp import list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, is_allowed, load_system
 from optimus.sensitivity.batch_steps import BatchStepTimes
@@ -235,6 +237,26 @@ def test_images_are_split_over_tensor_parallel_ranks_only_for_trainers_that_do()
         policy = next(iter(context.recompute_policies(vision)))
         layout = context.layout.with_(dp=2, pp=1, tp=4)
         assert context.layers(vision, 1, policy, layout)[0].layout.tp == tp, target
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_are_dealt_only_for_trainers_that_do(target: str) -> None:
+    varied = find_job("siglip-so400m-8b", "h100:8", ["llm=pp1,tp2"])
+    restricted = restrict_to_target(varied, target)
+    context, _ = choose_smallest_context(restricted, get_preset("default"))
+    plan = next(iter(list_fsdp_candidates(context, restricted.model.modules)))
+    deals = target == "engine"
+    assert plan.dealing_replicas == plan.builder.dealing_replicas == (4 if deals else 1)
+    assert plan.batch_assignment().dealing_replicas == plan.dealing_replicas
+    assert plan.layout.dp == 4 and plan.filled.plan.dealing_replicas == plan.dealing_replicas
+
+
+def test_today_deals_nothing() -> None:
+    today = CurrentRun(llm=PartialLayout(tp=2), placement="fsdp")
+    job = replace(find_job("siglip-so400m-8b", "h100:8"), today=today)
+    found = compare_systems(job, names=["today", "fsdp"]).systems
+    assert found["today"].candidate.batch_assignment().dealing_replicas == 1
+    assert found["fsdp"].candidate.batch_assignment().dealing_replicas > 1
 
 
 # ---------------------------------------------------------------------------- random jobs

@@ -96,6 +96,7 @@ class SearchLimits:
     microbatch_sequences: tuple[Count, ...] = (1, 2)
     max_pp: Count | None = None
     split_images: bool = True  # over the TP ranks of an LLM stage that hold replicas of an encoder
+    deal_items: bool = True  # over replicas, so that none waits for the one with the largest images
     allow: tuple[AllowedSystem, ...] = get_args(AllowedSystem)
 
 

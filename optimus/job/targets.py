@@ -20,6 +20,7 @@ class Target:
     allow: tuple[AllowedSystem, ...]
     without: tuple[str, ...] = ()  # axes of a layout along which it does not parallelize
     split_images: bool = False  # over TP ranks with replicas of an encoder, which is then not tensor-parallel
+    deal_items: bool = False  # over replicas
 
 
 TARGETS = {
@@ -28,6 +29,7 @@ TARGETS = {
         allow=("fill", "balanced", "three-phase", "fsdp"),
         without=("ep",),
         split_images=True,
+        deal_items=True,
     ),
     "megatron": Target(name="Megatron-LM", allow=("fsdp",)),
     "bridge": Target(name="Megatron Bridge", allow=("fsdp",)),
@@ -57,7 +59,8 @@ def restrict_to_target(job: Job, target: str) -> Job:
     single = replace(stated, **dict.fromkeys(without, 1))
     allowed = tuple(word for word in job.layout.limits.allow if word in trainer.allow)
     split_images = trainer.split_images and job.layout.limits.split_images
-    limits = replace(job.layout.limits, allow=allowed, split_images=split_images)
+    deal_items = trainer.deal_items and job.layout.limits.deal_items
+    limits = replace(job.layout.limits, allow=allowed, split_images=split_images, deal_items=deal_items)
     modules = {**job.layout.modules, "llm": single} if without else job.layout.modules
     return replace(job, layout=replace(job.layout, modules=modules, limits=limits))
 

@@ -14,6 +14,7 @@ from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
 from optimus.cost.memory import RankMemory
 from optimus.cost.priced_layer import PricedLayer, price_encoder_layers, price_llm_layers
+from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import Template
 from optimus.job.job import Job
@@ -145,6 +146,12 @@ class PlanningContext:
             count = math.ceil(count / multiple_of) * multiple_of
             return count, math.ceil(per_replica) / count
         return (count, sequences) if count * sequences == per_replica and count % multiple_of == 0 else None
+
+    def dealing_replicas(self, replicas: int) -> int:
+        """Returns how many replicas encode each other's items, where a system's encoders can."""
+        return (
+            choose_dealing_replicas(self.job.workload, replicas) if self.job.layout.limits.deal_items else 1
+        )
 
     def count_images(self, encoder: Encoder, sequences: float) -> float:
         """Returns the images (or clips) in so many mean sequences."""

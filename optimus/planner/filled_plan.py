@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from optimus.cost.memory import RankMemory
 from optimus.cost.network import Collective
-from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Schedule
 from optimus.ir.plan import DeviceClassMemory, Plan, PlanClaims, Program
 from optimus.ir.ranks import LLM
@@ -183,7 +182,7 @@ class SearchResult:
             return self.assignment
         context, plan = self.context, self.plan
         replicas = plan.modules[LLM].layout.dp
-        dealing = choose_dealing_replicas(context.job.workload, replicas)
+        dealing = context.dealing_replicas(replicas)
         sequences = context.job.workload.sequences_per_step / replicas / plan.microbatches
         bins = {}
         for encoder in context.job.model.encoders:

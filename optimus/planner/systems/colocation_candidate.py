@@ -12,7 +12,6 @@ from typing import Any
 
 from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
-from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import Plan, Program
 from optimus.ir.ranks import LLM
@@ -100,7 +99,7 @@ class ColocationCandidate:
             self.context,
             self.llm,
             [self._encoder(encoder, folded=folded) for encoder in encoders],
-            dealing_replicas=choose_dealing_replicas(self.context.job.workload, self.llm.layout.dp),
+            dealing_replicas=self.context.dealing_replicas(self.llm.layout.dp),
         )
 
     def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:

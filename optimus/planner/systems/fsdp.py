@@ -9,7 +9,6 @@ from itertools import compress, pairwise, product
 from typing import TYPE_CHECKING
 
 from optimus.cost.memory import RankMemory
-from optimus.data.dealing import choose_dealing_replicas
 from optimus.errors import DoesNotFit
 from optimus.ir.op import OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Span
@@ -84,7 +83,7 @@ class FsdpCandidate(PipelineCandidate):
     @property
     def dealing_replicas(self) -> int:
         """Replicas that encode each other's items, where these differ: all wait for the slowest."""
-        return choose_dealing_replicas(self.context.job.workload, self.layout.dp)
+        return self.context.dealing_replicas(self.layout.dp)
 
     def describe(self) -> str:
         """Returns layout, microbatch size and recomputation."""

@@ -65,13 +65,15 @@ def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
 
 
 def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningContext:
-    """Returns the context at today's layout; axes that are not stated are 1, and dp follows."""
+    """Returns the context at today's layout; axes that are not stated are 1, dp follows, no items are dealt."""
     job = context.job
     stated = {axis: size for axis, size in today.llm.stated().items() if axis != "dp"}
     layout = Layout(**stated)
     layout = layout.with_(dp=job.cluster.gpus // layout.gpus)
-    for sequences in job.layout.limits.microbatch_sequences:
-        at_layout = replace(context, layout=layout, microbatch_sequences=sequences)
+    limits = replace(job.layout.limits, deal_items=False)
+    drawn = replace(job, layout=replace(job.layout, limits=limits))
+    for sequences in limits.microbatch_sequences:
+        at_layout = replace(context, job=drawn, layout=layout, microbatch_sequences=sequences)
         if layout.gpus == job.cluster.gpus and at_layout.microbatches(sequences) is not None:
             return at_layout
     raise DoesNotFit(
