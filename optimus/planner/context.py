@@ -149,9 +149,8 @@ class PlanningContext:
 
     def dealing_replicas(self, replicas: int) -> int:
         """Returns how many replicas encode each other's items, where a system's encoders can."""
-        return (
-            choose_dealing_replicas(self.job.workload, replicas) if self.job.layout.limits.deal_items else 1
-        )
+        job = self.job
+        return choose_dealing_replicas(job.workload, replicas) if job.layout.limits.deal_items else 1
 
     def count_images(self, encoder: Encoder, sequences: float) -> float:
         """Returns the images (or clips) in so many mean sequences."""

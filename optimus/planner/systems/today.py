@@ -65,7 +65,7 @@ def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
 
 
 def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningContext:
-    """Returns the context at today's layout; axes that are not stated are 1, dp follows, no items are dealt."""
+    """Returns the context at today's layout; what is not stated is 1, dp follows, and no items are dealt."""
     job = context.job
     stated = {axis: size for axis, size in today.llm.stated().items() if axis != "dp"}
     layout = Layout(**stated)
