@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from optimus.environment import end_with_parent
-from optimus.environment import keep_freed_memory, keep_gloo_on_loopback
+from optimus.environment import end_with_parent, keep_freed_memory, keep_gloo_on_loopback
 
 Progress = Callable[[str, int, int], None]  # name of the phase, done, total
 Report = Callable[[Any], None]  # sends a picklable message from a rank to the process that started it
