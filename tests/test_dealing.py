@@ -104,6 +104,17 @@ def test_one_column_is_within_four_thirds_of_the_best(costs: list[float], pipeli
     assert fullest <= best * (4 / 3 - 1 / (3 * pipelines)) + 1e-9
 
 
+def test_columns_that_all_wait_for_are_dealt_by_themselves() -> None:
+    """What a pipeline got more in one column does not make it get less in the next."""
+    costs, pipelines = [[4.0, 1.0, 1.0], [4.0, 4.0], [], [3.0, 2.0, 2.0]], [[0, 1], [0, 1], [0, 1], [0, 1]]
+    locked = deal_items(costs, pipelines, locked=True)
+    alone = [deal_items([items], [own]) for items, own in zip(costs, pipelines, strict=True)]
+    assert [loads.tolist() for loads in locked.loads] == [each.loads[0].tolist() for each in alone]
+    assert list(locked.bins) == [place for each in alone for place in each.bins]
+    fullest = sum(max(loads) for loads in locked.loads)
+    assert fullest == 4.0 + 4.0 + 0.0 + 4.0 <= sum(max(loads) for loads in deal_items(costs, pipelines).loads)
+
+
 def test_pipelines_that_have_no_bin_in_a_column_catch_up_later() -> None:
     """Two pipelines take turns: each gets what its columns hold."""
     dealt = deal_items([[4.0, 2.0], [5.0, 1.0], [6.0], [3.0, 3.0]], [[0], [1], [0], [1]])

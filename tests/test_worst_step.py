@@ -22,6 +22,7 @@ from optimus.planner.systems import colocation_search
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
+from optimus.planner.systems.fsdp import list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.optimus import _first_that_fits
 from optimus.planner.worst_step import STEPS, BinShape, DrawnSteps
@@ -145,6 +146,34 @@ def test_steps_are_dealt_as_in_the_engine(is_reversed: bool) -> None:
         tokens = np.array([[sum(item.tokens for item in own) for own in bins] for bins in batch.bins[name]])
         by_column = tokens.reshape(8, llm.microbatches, -1).swapaxes(0, 1)
         assert next(steps.bin_tokens(shape)).tolist() == [by_column.ravel().tolist()]
+
+
+def test_steps_of_fsdp_are_dealt_as_in_the_engine() -> None:
+    """Replicas wait for each other in every microbatch: its items are dealt by themselves."""
+    context, _ = choose_smallest_context(two_encoders(), get_preset("default"))
+    candidates = list_fsdp_candidates(context, context.job.model.modules)
+    chosen = next(c for c in candidates if c.microbatches > 1 and c.layout.dp > 8)
+    plan = chosen.builder.header(strategy="fsdp")
+    assert plan.locked and plan.dealing_replicas == 8
+    steps = DrawnSteps(context.job)
+    samples = [
+        SampleSizes(number=number, items={name: sizes.tokens[n] for name, sizes in steps.sizes.items()})
+        for number, n in enumerate(steps.drawn[0].tolist())
+    ]
+    batch = plan_batch(plan, samples)
+    for name, module in plan.encoders.items():
+        shape = BinShape(
+            encoder=name,
+            replicas=chosen.layout.dp,
+            microbatches=chosen.microbatches,
+            pipelines=module.pipelines,
+            dealing_replicas=plan.dealing_replicas,
+            locked=True,
+        )
+        tokens = np.array([[sum(item.tokens for item in own) for own in bins] for bins in batch.bins[name]])
+        by_column = tokens.reshape(8, chosen.microbatches, -1).swapaxes(0, 1)
+        assert next(steps.bin_tokens(shape)).tolist() == [by_column.ravel().tolist()]
+        assert (steps.most_resident_bins(shape) >= steps.resident_bins_at_p99(shape)).all()
 
 
 def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
