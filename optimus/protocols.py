@@ -99,6 +99,10 @@ class System(Protocol):
         """True if the system is simulated at every promising layout of the LLM, not only the first."""
 
     @property
+    def takes_sharded(self) -> bool:
+        """True if the system is also simulated at the LLM's fully sharded layouts, as at a layout more."""
+
+    @property
     def contains(self) -> Sequence[str]:
         """The systems whose plans are its own too, where they are faster than its candidates."""
 

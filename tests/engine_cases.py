@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -22,8 +23,9 @@ from optimus.job.workload import CAPACITY_SIGMAS, PackedSequence, Workload
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.planning import make_plan
+from optimus.planner.systems.colocated_plan import Sharding
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.fsdp import FsdpSystem
+from optimus.planner.systems.fsdp import FsdpCandidate, FsdpSystem, list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmPipelines, build_llm_pipeline
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import search_pipelines
@@ -97,7 +99,7 @@ class Case:
     slots: bool = True  # work of encoders may stand between a launch and its wait
     odd: bool = False  # as many heads and columns as do not go round
     strategy: str = "fill"  # or one that `optimus plan` knows, which chooses layouts of encoders itself
-    zero: int = 3  # of fsdp: what replicas share
+    zero: int = Sharding.OPTIMIZER  # what the LLM's replicas share, and with fsdp also those of encoders
     small_encoders: bool = True  # every TP rank of a pipeline's stage may have a copy of an encoder
     sharded: bool = False  # masters in parts on replicas
     clip: float = 0.0  # of the gradient's norm
@@ -181,11 +183,20 @@ class Case:
         if self.strategy == "balanced-best":
             return search_pipelines(context, self.job.model.modules, starts=1, evaluations=0)[0]
         if self.strategy == "fsdp":
-            found = FsdpSystem(tp=self.tp).candidates(LlmPipelines(context))
-            fitting = [c for c in found if (c.sequences, c.sharding) == (self.sequences, self.zero)]
-            return fitting[0]
+            return self._select_sharded(FsdpSystem(tp=self.tp).candidates(LlmPipelines(context)))
         by_rule = {"stage0": Stage0System, "balanced": BalancedSystem}[self.strategy]
         return by_rule(chunks=self.chunks).best_pipeline(LlmPipelines(context))
+
+    def _select_sharded(self, candidates: Iterable[FsdpCandidate]) -> FsdpCandidate:
+        """Returns the candidate with the case's microbatches and sharding."""
+        return next(c for c in candidates if (c.sequences, c.sharding) == (self.sequences, self.zero))
+
+    def _llm(self, context: PlanningContext) -> PipelineCandidate:
+        """Returns the LLM alone, around which encoders are placed."""
+        if self.zero > Sharding.OPTIMIZER:
+            return self._select_sharded(list_fsdp_candidates(context, (self.job.model.llm,)))
+        llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
+        return llm.with_cut(self.cut) if self.cut else llm
 
     @cached_property
     def plan(self) -> Plan:
@@ -194,8 +205,6 @@ class Case:
         context, _ = choose_smallest_context(self.job, get_preset(self.preset))
         if self.strategy != "fill":
             return bound(self._candidate(context).filled.plan, context)
-        llm = build_llm_pipeline(context, chunks=self.chunks, order_name=self.order, recompute=self.recompute)
-        llm = llm.with_cut(self.cut) if self.cut else llm
         placements = {}
         for name, (pp, pieces, *rest) in zip(NAMES[: len(self.encoders)], self.encoders, strict=True):
             tp = rest[0] if rest else 1
@@ -207,7 +216,7 @@ class Case:
                 split_backward=self.split
                 and (self.window > 0 or self.tp > 1),  # both kinds of backward are run
             )
-        candidate = ColocationCandidate(context, llm, placements)
+        candidate = ColocationCandidate(context, self._llm(context), placements)
         plan = bound(candidate.plan(candidate.fill.schedule_encoders(0.0)).plan, context)
         return plan if self.slots else remove_tp_slots(plan).plan
 
@@ -404,11 +413,25 @@ def _system(strategy: str, name: str, **given: Any) -> Case:
 
 
 def _fsdp(name: str, **given: Any) -> Case:
-    return _system("fsdp", name, pp=1, sharded=True, clip=0.05, **given)
+    return _system("fsdp", name, **{"zero": Sharding.PARAMETERS, **given}, pp=1, sharded=True, clip=0.05)
 
 
-# Other systems than bubble filling: encoder layers in the LLM's pipeline, or all before and after it.
+def _filled_fsdp(name: str, **given: Any) -> Case:
+    zero = {"zero": Sharding.PARAMETERS, **given}
+    return Case(name=f"optimus, llm sharded: {name}", **zero, pp=1, sharded=True, clip=0.05)
+
+
+# Other systems than bubble filling: encoder layers in the LLM's pipeline, or all before and after it. And
+# encoders placed around an LLM that is fully sharded.
 SYSTEMS = [
+    _filled_fsdp("two ranks, tied, in two pieces", ranks=2, tied=True, encoders=((1, 2),)),
+    _filled_fsdp("four ranks, two encoders", ranks=4, encoders=((1, 1), (1, 2)), dropout=True, images="rare"),
+    _filled_fsdp("four ranks, frozen trunk", ranks=4, frozen_trunk=("vision",), window=1, plain=True),
+    _filled_fsdp("four ranks, frozen llm", ranks=4, frozen_llm=True),
+    _filled_fsdp("four: tp 2 x dp 2", ranks=4, tp=2, tied=True, segments=True, encoders=((1, 1, 2), (1, 2))),
+    _filled_fsdp("parameters kept, four: tp 2 x dp 2", ranks=4, tp=2, zero=2, encoders=((1, 2),)),
+    _filled_fsdp("parameters kept, eight, dealt", ranks=8, zero=2, images="tail", sigmas=-0.5, varied=True),
+    _filled_fsdp("eight: tp 2 x dp 4, dealt", ranks=8, tp=2, images="tail", sigmas=-0.5, varied=True),
     _system("stage0", "two stages", ranks=2, pp=2, tied=True),
     _system("stage0", "interleaved, two encoders", ranks=4, pp=2, chunks=2, layers=8, encoders=((1, 1),) * 2),
     _system("stage0", "four stages, frozen trunk", ranks=4, pp=4, frozen_trunk=("vision",), layers=8),

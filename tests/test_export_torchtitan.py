@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,8 @@ from optimus.exporters import torchtitan
 from optimus.exporters.plan_facts import PlanFacts
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
+from optimus.job.read import find_job
+from optimus.planner.planning import make_plan
 
 # Fields of torchtitan 0.3.0: torchtitan/config/configs.py.
 TITAN_PARALLELISM = words(
@@ -113,7 +115,10 @@ def test_modules_of_virtual_stages_are_the_plans(uneven: Plan) -> None:
 
 @pytest.mark.ci
 def test_without_a_pipeline_torchtitan_accumulates() -> None:
-    facts = PlanFacts(plan=planned("paper/small-a100", "llm=pp1,tp4"))
+    job = find_job("paper/small-a100", layouts=["llm=pp1,tp4"])
+    limits = replace(job.layout.limits, allow=("fill",))
+    plan = make_plan(replace(job, layout=replace(job.layout, limits=limits)), systems=()).plan
+    facts = PlanFacts(plan=plan)
     assert torchtitan.build_training_fields(facts) == {
         "local_batch_size": 2,
         "global_batch_size": 16,

@@ -281,7 +281,7 @@ def _chosen(planned: PlanningResult) -> list[str]:
     noun = "microbatch" if llm.microbatches == 1 else "microbatches"
     microbatches = f"{llm.microbatches} {noun} of {size}"
     recompute = f"recompute {plan.modules['llm'].recompute}"
-    lines = wrap_text("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_name}; {recompute}")
+    lines = wrap_text("chosen", f"llm {llm.layout}; {microbatches}; {llm.order_label}; {recompute}")
     for name, module in plan.encoders.items():
         split = [module.pipelines.count(pipeline) for pipeline in range(1 + max(module.pipelines))]
         pipelines = "1 pipeline with" if len(split) == 1 else f"{len(split)} pipelines with"

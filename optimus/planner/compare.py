@@ -19,7 +19,8 @@ from optimus.planner.filled_plan import RejectedLayout
 from optimus.planner.forked import Forked
 from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
 from optimus.planner.systems.base import SIMULATE_WITHIN, SimulatedSystem, simulate_step_s
-from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
+from optimus.planner.systems.fsdp import FsdpSystem
+from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines, ShardedLlm
 from optimus.planner.systems.registry import SYSTEMS, default_baselines, is_allowed, load_system
 from optimus.planner.systems.today import TodaySystem
 from optimus.protocols import System
@@ -243,7 +244,7 @@ class _BestOverLayouts:
 
     def _is_floor_above(self, limit_s: float, pipelines: LlmPipelines) -> bool:
         """Returns whether the LLM alone takes longer at a layout; where it is close, it is simulated."""
-        estimate_s = self._floors_s[pipelines]
+        estimate_s = pipelines.of_llm[0].estimate_s
         if limit_s == inf or SIMULATE_WITHIN * estimate_s <= limit_s:
             return False
         return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
@@ -260,8 +261,19 @@ class _BestOverLayouts:
         def first_step_s(pipelines: LlmPipelines) -> float:
             return inf if self._is_floor_above(known_s, pipelines) else system.first_step_s(pipelines)
 
-        by_contained = sorted(self.possible, key=step_s)
+        by_contained = sorted([*self.possible, *self._list_sharded(system)], key=step_s)
         return sorted(by_contained, key=first_step_s) if len(by_contained) > 1 else by_contained
+
+    def _list_sharded(self, system: System) -> list[LlmPipelines]:
+        """Returns the LLM's fully sharded layouts, if the system and the job take them and one fits."""
+        context = self.possible[0].context
+        sharded = ShardedLlm(context)
+        if not system.takes_sharded or not is_allowed(FsdpSystem.name, context.job):
+            return []
+        try:
+            return [sharded] if sharded.of_llm else []
+        except DoesNotFit:
+            return []
 
     def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
         """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.

@@ -199,6 +199,7 @@ class SearchResult:
             replicas=replicas,
             microbatches=plan.microbatches,
             encoders=bins,
+            locked=plan.locked,
             dealing_replicas=dealing,
             exchange_s=0.0 if plan.dealing_replicas > 1 else self._exchange_s(dealing),
         )

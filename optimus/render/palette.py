@@ -78,6 +78,7 @@ MEMORY = {
     "llm activations": ("#009e73", "#2bc79b"),
     "encoder activations": ("#e69f00", "#e69f00"),
     "seam": ("#c2500a", "#e0722e"),
+    "gathered": ("#1a5c86", "#2787c2"),
 }
 _STACK_DARK = {
     "LLM recompute": "#9fd0ef",

@@ -202,7 +202,8 @@ def _chosen(plan: Plan) -> tuple[tuple[str, ...], ...]:
         recompute = f"recompute {module.recompute}"
         if name == LLM:
             count = f"{plan.microbatches} microbatches"
-            rows.append((name, str(module.layout), "", count, plan.order, recompute))
+            order = "fully sharded" if plan.locked else plan.order
+            rows.append((name, str(module.layout), "", count, order, recompute))
             continue
         split = np.bincount(module.pipelines).tolist() if module.pipelines else [0]
         count = str(split[0]) if len(set(split)) == 1 else "+".join(map(str, split))
@@ -306,6 +307,7 @@ def _worst_rank(plan: Plan, replay: ReplayedPlan) -> WorstRankMemory:
         "llm activations": held.llm_activations,
         "encoder activations": held.encoder_activations,
         "seam": held.seam,
+        "gathered": held.gathered,
     }
     alive = list(live_bytes_by_line(plan, plan.programs))[device].astype(np.float64)
     times = np.maximum.accumulate(replay.timeline.start_s[replay.schedule.device == device])

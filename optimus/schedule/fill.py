@@ -79,12 +79,13 @@ class Fill:
         self._patience_s = PATIENCE_SHARE * base.step_s
         works = np.flatnonzero(self._of_llm & (self.schedule.lane == Lane.COMPUTE))
         _, first = np.unique(self._lines.device[works], return_index=True)
-        self._first = works[first]  # first LLM compute of every class
+        # LLM compute that does not begin before it is due: the first of every class, or all.
+        self._held = works if is_llm_resharded(header) else works[first]
 
     def schedule_encoders(self, shift_s: float) -> FillResult:
         """Schedules encoder work around an LLM that starts `shift_s` later on every class than without it."""
         held_s, due_s = np.zeros(len(self.schedule)), self._due_s + shift_s
-        held_s[self._first] = due_s[self._first]
+        held_s[self._held] = due_s[self._held]
         timeline, turn = list_schedule(
             self.schedule,
             rank=self._rank,
@@ -250,17 +251,26 @@ def _on_one_lane(schedule: Schedule, lines: ProgramTable) -> Ints:
 
 
 def _traffic_order(header: Plan, base: LlmTimeline) -> dict[TrafficKey, float]:
-    """Orders encoder gathers first, by layer; then the LLM's traffic; then encoder reduces, reversed."""
+    """Orders encoder gathers first, by layer; then the LLM's traffic; then encoder reduces, reversed.
+
+    Traffic of an LLM that is gathered or reduced in every microbatch is left out: its times are the LLM's.
+    """
     llm = header.names.index(LLM)
-    order: dict[TrafficKey, float] = {
-        (llm, kind, stage, place): line for (kind, stage, place), line in base.traffic_order().items()
-    }
+    order: dict[TrafficKey, float] = {}
+    if not is_llm_resharded(header):
+        of_llm = base.traffic_order()
+        order = {(llm, kind, stage, place): line for (kind, stage, place), line in of_llm.items()}
     for module, (_, planned) in enumerate(header.encoders.items()):
         for stage, buckets in enumerate(planned.buckets):
             for place in range(len(buckets)):
                 order[module, OpKind.UNSHARD, stage, place] = place - len(buckets)
                 order[module, OpKind.REDUCE_GRAD, stage, place] = AFTER_ALL - place
     return order
+
+
+def is_llm_resharded(header: Plan) -> bool:
+    """Returns whether the LLM's parameters are gathered, or gradients reduced, in every microbatch."""
+    return replace(header, modules={LLM: header.modules[LLM]}).locked
 
 
 def order_encoders_around_llm(header: Plan, llm_rows: Sequence[Ints]) -> Iterator[Program]:

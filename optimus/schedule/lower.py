@@ -319,7 +319,8 @@ def _list_uses(
 def _prefetch(clock: _Clock, uses: list[_Use]) -> _InsertedLines:
     """Places each gather before the use that precedes its own, so that it runs beside that use.
 
-    But not before the bucket's own last use has ended: that frees the parameters.
+    But not before the bucket's own last use has ended: that frees the parameters; and behind what is gathered
+    for the step, which classes that gather it together have in one order.
     """
     lines = clock.lines
     uses = sorted(uses)
@@ -337,7 +338,7 @@ def _prefetch(clock: _Clock, uses: list[_Use]) -> _InsertedLines:
     return _InsertedLines(
         device=lines.device[firsts],
         before=np.array(before, np.int64)[gathers],
-        time_s=clock.start_s[firsts],
+        time_s=clock.end_s.max() + clock.start_s[firsts],
         number=np.arange(len(firsts)),
         rows=np.array([use.row for use in uses], np.int64)[gathers],
     )

@@ -99,7 +99,7 @@ class Recommendation:
         result = self.system.search_result
         assert result is not None, "what is recommended has a plan"
         modules = result.filled.header.modules
-        llm = f"llm {modules[LLM].layout}"
+        llm = f"llm {modules[LLM].layout}{', fully sharded' * (self.name == FILLED and result.llm.locked)}"
         others = [f"{n} {m.layout}" for n, m in modules.items() if m.layout != modules[LLM].layout]
         return f"{llm} ({', '.join(others)})" if others else llm
 

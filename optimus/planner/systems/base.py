@@ -102,6 +102,7 @@ class BaseSystem(ABC):
     makes_plan: ClassVar[bool] = False
     needs_llm_pipeline: ClassVar[bool] = True
     searches_layouts: ClassVar[bool] = True
+    takes_sharded: ClassVar[bool] = False
     runs_encoders: ClassVar[bool] = True
     contains: ClassVar[Sequence[str]] = ()
     simulate_within: ClassVar[float] = SIMULATE_WITHIN

@@ -124,10 +124,8 @@ class ColocatedPlanBuilder:
         encoders: Sequence[ColocatedEncoder],
         *,
         dealing_replicas: int = 1,
-        sharding: Sharding = Sharding.OPTIMIZER,
     ) -> None:
         self.context, self.llm, self.encoders = context, llm, tuple(encoders)
-        self.sharding = sharding
         self._seam_bytes = sum(e.layers[-1].output_bytes * e.layout.tp * e.pieces for e in self.encoders)
         self.dealing_replicas = dealing_replicas if self._seam_bytes else 1
         self._templates: dict[str, Template] = {}
@@ -335,7 +333,7 @@ class ColocatedPlanBuilder:
     def _llm_buckets(self, stage: int) -> tuple[Bucket, ...]:
         llm = self.llm
         chunks = [llm.layers[a:b] for a, b in list(pairwise(llm.cut))[stage :: llm.layout.pp]]
-        if self.sharding != Sharding.OPTIMIZER:
+        if llm.sharding != Sharding.OPTIMIZER:
             return self._layer_buckets(chunks, ends_at_loss=True)
         return self._pipeline_buckets(llm.plan.traffic_of(stage), [len(layers) for layers in chunks])
 
@@ -359,7 +357,7 @@ class ColocatedPlanBuilder:
 
     def _layer_bucket(self, chunk: int, at: int, layers: Sequence[PricedLayer], *, once: bool) -> Bucket:
         """Returns the bucket of a layer of a chunk, or of tied ones; `once`: gathered once a microbatch."""
-        reshards = self.sharding == Sharding.PARAMETERS
+        reshards = self.llm.sharding == Sharding.PARAMETERS
         part = self.context.parameter_traffic(layers, gathers_frozen=reshards)
         return replace(
             _bucket(chunk, at, at + (chunk != WHOLE_STAGE), part),
@@ -370,9 +368,9 @@ class ColocatedPlanBuilder:
     def _encoder_buckets(self, choice: ColocatedEncoder, stage: int) -> tuple[Bucket, ...]:
         """Returns one stage's buckets of an encoder: its layers, or as the LLM's in one pipeline with it."""
         chunks = choice.virtual_stages[stage :: choice.layout.pp]
-        if self.sharding != Sharding.OPTIMIZER:
-            return self._layer_buckets(chunks)
         if choice.pipeline_cut:
+            if self.llm.sharding != Sharding.OPTIMIZER:
+                return self._layer_buckets(chunks)
             traffic = [self.context.parameter_traffic(layers) for layers in chunks]
             return self._pipeline_buckets(traffic, [len(layers) for layers in chunks])
         parts = [self.context.parameter_traffic([layer]) for layer in chunks[0]]
@@ -420,11 +418,12 @@ class ColocatedPlanBuilder:
         stage_bytes = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
         llm_states = stage_bytes.states_of(stage)
         working = float(stage_bytes.working[stage])
-        states = [llm_states if self.sharding == Sharding.OPTIMIZER else self._states(self.llm.layers)]
+        sharding = self.llm.sharding
+        states = [llm_states if sharding == Sharding.OPTIMIZER else self._states(self.llm.layers, sharding)]
         groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
-            states.append(self._states(layers))
+            states.append(self._states(layers, sharding if choice.pipeline_cut else Sharding.OPTIMIZER))
             working += transient_bytes(layers)
             groups += self._encoder_groups(choice, stage) if layers else []
         total = {part: sum(getattr(memory, part) for memory in states) for part in STATES}
@@ -436,12 +435,12 @@ class ColocatedPlanBuilder:
         }
         return {part: round(value) for part, value in total.items()}
 
-    def _states(self, layers: Sequence[PricedLayer]) -> RankMemory:
+    def _states(self, layers: Sequence[PricedLayer], sharding: Sharding) -> RankMemory:
         """Returns the model states of some layers on a rank."""
         precision = self.context.job.model.precision
-        if self.sharding == Sharding.OPTIMIZER:
+        if sharding == Sharding.OPTIMIZER:
             return model_state_memory(layers, precision)
-        return sharded_state_memory(layers, precision, keeps_gathered=self.sharding == Sharding.GRADIENTS)
+        return sharded_state_memory(layers, precision, keeps_gathered=sharding == Sharding.GRADIENTS)
 
     def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
         """Returns the sizes of the communicators of an encoder on a rank of one stage.

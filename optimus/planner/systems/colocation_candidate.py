@@ -223,6 +223,7 @@ class ColocationCandidate:
                     microbatches=llm.microbatches,
                     pipelines=placed.pipelines,
                     dealing_replicas=self._unfolded.dealing_replicas,
+                    locked=llm.locked,
                 ),
                 sequences=llm.sequences / placed.pieces,
                 priced=self._sequences_per_piece(placed.encoder),
@@ -267,7 +268,10 @@ class ColocationCandidate:
         llm = self.llm
         working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
         return [
-            sum(self._unfolded.fixed_bytes_of(stage).values()) + held.llm_activations - float(working[stage])
+            sum(self._unfolded.fixed_bytes_of(stage).values())
+            + held.llm_activations
+            - float(working[stage])
+            + llm.moved_bytes
             for stage, held in enumerate(llm.memories)
         ]
 

@@ -16,7 +16,6 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, divisors
 from optimus.job.model import Encoder, Llm
-from optimus.planner.batch_assignment import BatchAssignment
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocated_plan import Sharding
@@ -32,6 +31,16 @@ FSDP_WITHIN = 1.1  # times the estimate, which leaves out what is exposed of the
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FsdpCandidate(PipelineCandidate):
     """A pipeline of one stage over all GPUs whose layers are sharded and gathered one after another."""
+
+    @property
+    def identity(self) -> object:
+        """The fields that tell pipelines of one context apart."""
+        return super().identity, self.sharding
+
+    @property
+    def order_label(self) -> str:
+        """What is sharded: the op order of one stage is 1F1B."""
+        return "fully sharded, parameters kept gathered" if self.keeps_gathered else "fully sharded"
 
     @property
     def keeps_gathered(self) -> bool:
@@ -57,9 +66,7 @@ class FsdpCandidate(PipelineCandidate):
     def memories(self) -> tuple[RankMemory, ...]:
         """A bound: fixed bytes, two layers' parameters and gradients, activations of one microbatch."""
         fixed, layers = self.builder.fixed_bytes_of(0), self.layers
-        buckets = self.builder.buckets_of(0)
-        gathered = _most_at_a_time(buckets, [b.gather_bytes * (b.gathered_per > Span.STEP) for b in buckets])
-        reduced = _most_at_a_time(buckets, [bucket.reduce_bytes for bucket in buckets])
+        gathered, reduced = self._moved_bytes
         llm = [layer.module == LLM for layer in layers]
         saved = [layer.activation_bytes for layer in layers]
         return (
@@ -76,9 +83,17 @@ class FsdpCandidate(PipelineCandidate):
             ),
         )
 
-    def batch_assignment(self) -> BatchAssignment:
-        """Returns one rank's share for every replica; layers are gathered from all of them."""
-        return replace(super().batch_assignment(), locked=True)
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes of parameters that are gathered, and of gradients, at the same time."""
+        return sum(self._moved_bytes)
+
+    @property
+    def _moved_bytes(self) -> tuple[int, int]:
+        """Bytes of two layers' parameters, where they are not kept gathered, and of their gradients."""
+        buckets = self.builder.buckets_of(0)
+        gathered = _most_at_a_time(buckets, [b.gather_bytes * (b.gathered_per > Span.STEP) for b in buckets])
+        return gathered, _most_at_a_time(buckets, [bucket.reduce_bytes for bucket in buckets])
 
     @property
     def dealing_replicas(self) -> int:

@@ -148,6 +148,43 @@ class LlmPipelines:
             yield replace(pipeline, layers=layers, policy=policy)
 
 
+class ShardedLlm(LlmPipelines):
+    """Fully sharded layouts of the LLM, around which encoders are placed as around its pipelines."""
+
+    @cached_property
+    def of_llm(self) -> list[PipelineCandidate]:
+        """Layouts of every tp, microbatch size and sharding: the fastest, then the others by estimate."""
+        layouts = list_fsdp_candidates(self.context, (self.context.job.model.llm,))
+        candidates = sorted(layouts, key=lambda each: each.estimate_s)
+        fastest = select_fastest(self.context, LlmOnlySystem.name, candidates, within=FSDP_WITHIN)
+        return [fastest, *(each for each in candidates if each is not fastest)]
+
+    @cached_property
+    def for_colocation(self) -> list[PipelineCandidate]:
+        """The fastest of every tp and sharding."""
+        by_kind: dict[object, PipelineCandidate] = {}
+        for each in self.of_llm:
+            by_kind.setdefault((each.layout.tp, each.sharding), each)
+        return list(by_kind.values())
+
+    def with_free_memory(
+        self, pipeline: PipelineCandidate, added_bytes: Sequence[float]
+    ) -> Iterator[PipelineCandidate]:
+        """Yields the best layout of the same tp and sharding that leaves each of `added_bytes` free."""
+        found = {pipeline.identity}
+        for free_bytes in added_bytes:
+            context = replace(self.context, kept_free_bytes=free_bytes)
+            alike = [
+                each
+                for each in list_fsdp_candidates(context, (self.context.job.model.llm,))
+                if (each.layout.tp, each.sharding) == (pipeline.layout.tp, pipeline.sharding)
+            ]
+            smaller = min(alike, key=lambda each: each.estimate_s, default=pipeline)
+            if smaller.identity not in found:
+                found.add(smaller.identity)
+                yield replace(smaller, context=replace(smaller.context, kept_free_bytes=0.0))
+
+
 def build_llm_pipeline(
     context: PlanningContext, *, chunks: int = 1, order_name: str = "1f1b", recompute: str = "none"
 ) -> PipelineCandidate:

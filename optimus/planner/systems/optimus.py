@@ -40,6 +40,7 @@ class OptimusSystem(BaseSystem):
     name = "optimus"
     allowed_as = "fill"
     makes_plan = True
+    takes_sharded = True
     contains = "stage0", "balanced", "balanced-best", "three-phase", "fsdp"
     simulate_within = inf  # of plans that are lowered and replayed
 
@@ -138,7 +139,7 @@ class OptimusSearch:
 
     def _search_of(self, llm: PipelineCandidate) -> ColocationSearch:
         """Returns the search around a pipeline, the same each time."""
-        return self._searches.setdefault(llm.identity, ColocationSearch(self._context, llm))
+        return self._searches.setdefault(llm.identity, ColocationSearch(llm.context, llm))
 
     def _schedule_all(self, hopeless_s: float) -> None:
         """Schedules encoders around all pipelines that can be fast enough, each once."""
@@ -214,4 +215,4 @@ def _describe(scheduled: ScheduledCandidate) -> str:
         parts.append(f"{name} {chosen.layout}{pieces}{layers}{window}")
     recompute = describe_recompute((*((n, c.recompute) for n, c in placements.items()), *llm.policy))
     size = f"microbatch {llm.sequences:.3g}"
-    return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_name}; {size}; {recompute}"
+    return f"{'; '.join(parts)}; llm {llm.layout}; {llm.order_label}; {size}; {recompute}"

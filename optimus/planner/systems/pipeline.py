@@ -112,7 +112,6 @@ class PipelineCandidate(BaseCandidate):
             self.only_module(LLM),
             encoders,
             dealing_replicas=self.dealing_replicas,
-            sharding=self.sharding,
         )
 
     @property
@@ -141,6 +140,21 @@ class PipelineCandidate(BaseCandidate):
             split_backward=splits and encoder.train,
             pipeline_cut=alone.cut,
         )
+
+    @property
+    def order_label(self) -> str:
+        """The op order, for readers."""
+        return self.order_name
+
+    @property
+    def locked(self) -> bool:
+        """True if replicas wait for each other in every microbatch."""
+        return self.sharding != Sharding.OPTIMIZER
+
+    @property
+    def moved_bytes(self) -> float:
+        """0: parameters and gradients are kept for the whole step, and counted with the model's states."""
+        return 0.0
 
     def search_result(self) -> SearchResult:
         """Returns the plan of this pipeline."""
@@ -299,6 +313,7 @@ class PipelineCandidate(BaseCandidate):
             microbatches=self.microbatches,
             encoders=bins,
             dealing_replicas=self.dealing_replicas,
+            locked=self.locked,
         )
 
     def describe(self) -> str:
