@@ -437,6 +437,9 @@ def test_a_released_job_that_does_not_fit_is_told_what_would() -> None:
     job = find_job("paper/small-a100", layouts=["llm=pp1,tp4"])
     sharded = explain_layout(make_plan(job, strategy="optimus", systems=[]), llm="pp1 tp1")
     assert sharded.verdict == "faster" and sharded.other is not None  # as fsdp
+    pipeline = explain_layout(make_plan(job, strategy="balanced", systems=[]), llm="pp1 tp1")
+    assert pipeline.other is not None, "a plan of one system knows the others"
+    assert "as fsdp, which is faster there than balanced or alone fits" in pipeline.reason
     limits = replace(job.layout.limits, allow=("fill", "balanced", "three-phase"))
     job = replace(job, layout=replace(job.layout, limits=limits))
     plan = make_plan(job, strategy="optimus", systems=[])

@@ -28,7 +28,7 @@ from optimus.planner.systems.colocation_search import ColocationSearch
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import first_fitting_pipeline
-from optimus.planner.systems.registry import load_system
+from optimus.planner.systems.registry import is_allowed, load_system
 from optimus.sensitivity.time_breakdown import break_down_step, describe_step_difference, subtract_breakdowns
 from optimus.verify.validator import require_proven_plan
 
@@ -216,24 +216,35 @@ class _Explainer:
         return self._reason("rule", f"breaks a rule: {what} {error.problem}", hint=error.hint)
 
     def by_planning(self, progress: Callable[[str, int, int], None]) -> LayoutExplanation:
-        """Plans the job at the layout by the same strategy, and compares part by part."""
-        question = self.question
-        try:
-            planned = make_plan(
-                self.job,
-                strategy=self._strategy,
-                assumptions=question.assumptions,
-                profile=question.profile,
-                systems=[],
-                progress=progress,
-            )
-        except UserError as error:
-            if error.field.startswith("--"):
-                raise
-            return self._invalid(error)
-        except DoesNotFit as no:
-            return self._does_not_fit(no)
-        return self._compare(planned)
+        """Plans the job at the layout by the same strategy, or `fsdp`, and compares part by part."""
+        question, plans, refusals = self.question, list[PlanningResult](), list[DoesNotFit]()
+        for strategy in self._strategies:
+            try:
+                planned = make_plan(
+                    self.job,
+                    strategy=strategy,
+                    assumptions=question.assumptions,
+                    profile=question.profile,
+                    systems=[],
+                    progress=progress,
+                )
+                plans.append(planned)
+            except UserError as error:
+                if error.field.startswith("--"):
+                    raise
+                return self._invalid(error)
+            except DoesNotFit as no:
+                refusals.append(no)
+        if not plans:
+            return self._does_not_fit(refusals[0])
+        return self._compare(min(plans, key=lambda each: each.plan.claims.step_s))
+
+    @property
+    def _strategies(self) -> list[str]:
+        """The strategies by which the layout is planned: one, and `fsdp` if it may have the layout."""
+        contained = (self._strategy, *load_system(self._strategy).contains)
+        sharded = ["fsdp"] if "fsdp" not in contained and is_allowed("fsdp", self.job) else []
+        return [self._strategy, *sharded]
 
     @property
     def _strategy(self) -> str:
@@ -269,6 +280,8 @@ class _Explainer:
         """Yields remarks where the plan does not follow all that was asked for."""
         if self._strategy != self.question.plan.strategy:
             yield f"planned by {self._strategy}: {self.question.plan.strategy} has no pipeline of the LLM"
+        elif planned.plan.strategy != self._strategy:
+            yield f"as {planned.plan.strategy}, which is faster there than {self._strategy} or alone fits"
         for name, choice in self.choices.items():
             layout = planned.plan.modules[name].layout
             for axis, size in choice.stated().items():
