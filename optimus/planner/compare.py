@@ -144,6 +144,7 @@ class _BestOverLayouts:
         self._searched, self._progress = searched, progress
         contained = chain.from_iterable(load_system(name).contains for name in names)
         self._total = (len({"llm-only", *names, *contained}) + 1) * len(searched)
+        self._total += sum(load_system(name).takes_sharded for name in names)
         self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout, by estimate
         self._steps_s: dict[tuple[str, LlmPipelines], float] = {}  # of systems at layouts, some by estimate
         self._outcomes: dict[str, SimulatedSystem | str] = {}
