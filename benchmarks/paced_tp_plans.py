@@ -13,7 +13,7 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.systems.colocated_plan import ColocatedEncoder
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
 from optimus.planner.systems.llm_only import build_llm_pipeline
@@ -136,7 +136,7 @@ class _Dealt(ColocationCandidate):
         header, orders = expand_orders_to_tp_blocks(
             self._unfolded.header(strategy="optimus"), self.header, orders
         )
-        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=0.0)
+        return FilledPlan(header=header, orders=orders, fixed=self._unfolded.fixed_bytes(), estimate_s=0.0)
 
 
 def _coarse_plans(

@@ -8,7 +8,7 @@ from functools import cached_property
 from optimus.ir.op import Communicator, Lane, OpKind
 from optimus.ir.plan import Phase, Plan, Program
 from optimus.ir.ranks import LLM
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.systems.colocation_candidate import ColocationCandidate
 from optimus.schedule.fill import FillResult
 
@@ -40,7 +40,7 @@ def remove_tp_slots(plan: Plan) -> FilledPlan:
     """Every device keeps the order of each module's own phases, so that sums are made in the same order."""
     orders = [_waited(plan, device, program) for device, program in enumerate(plan.programs)]
     fixed = [memory.fixed for memory in plan.memory]
-    return lower_to_plan(plan, orders, fixed, estimate_s=plan.claims.estimate_s)
+    return FilledPlan(header=plan, orders=orders, fixed=fixed, estimate_s=plan.claims.estimate_s)
 
 
 def _waited(plan: Plan, device: int, program: Program) -> Program:

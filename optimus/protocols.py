@@ -63,7 +63,10 @@ class SystemCandidate(Protocol):
         """The pipeline of the LLM alone, which may be faster than the floor; None if there is none."""
 
     def simulated(self) -> tuple[Schedule, Timeline]:
-        """Returns one training step, kernel by kernel, and when its kernels run."""
+        """Returns one training step, kernel by kernel, and when its kernels run.
+
+        A device stands for all that do the same.
+        """
 
     def search_result(self) -> SearchResult | None:
         """Returns the plan that the configuration is saved and run as; None if no plan describes it."""

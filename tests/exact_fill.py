@@ -28,7 +28,7 @@ from optimus.job.job import Job
 from optimus.job.layout import LayoutConstraints, PartialLayout, SearchLimits
 from optimus.job.read import find_job
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
@@ -85,7 +85,9 @@ class Instance(ColocationCandidate):
     def lowered(self, arranged: FillResult) -> FilledPlan:
         """With the same durations."""
         fixed = self._plan_builder(folded=True).fixed_bytes()
-        return lower_to_plan(self.header, arranged.orders(), fixed, estimate_s=arranged.step_s)
+        return FilledPlan(
+            header=self.header, orders=arranged.orders(), fixed=fixed, estimate_s=arranged.step_s
+        )
 
     def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""

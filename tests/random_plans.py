@@ -14,7 +14,7 @@ from optimus.ir.plan import Bucket, Plan, PlannedChunk, PlannedModule, Program, 
 from optimus.ir.ranks import LLM
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.layouts import encoder_layout_error
 from optimus.planner.systems.colocated_plan import (
     ColocatedEncoder,
@@ -297,4 +297,4 @@ def random_plan(rng: Random, context: PlanningContext) -> Plan:
     """A random arrangement of a random draft, lowered."""
     draft = random_draft(rng, context)
     orders = random_arrangement(rng, draft.header, draft.order)
-    return lower_to_plan(draft.header, orders, draft.fixed, estimate_s=0.0).plan
+    return FilledPlan(header=draft.header, orders=orders, fixed=draft.fixed, estimate_s=0.0).plan

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from random import Random
 
 import pytest
@@ -13,14 +15,19 @@ from random_plans import ROOM_BYTES, bound, random_llm, random_pipeline, random_
 from optimus.errors import DoesNotFit, UserError
 from optimus.ir.plan import Plan
 from optimus.planner.context import PlanningContext
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.paper import PaperSystem, search_paper_plan
+from optimus.planner.systems.registry import load_system
+from optimus.schedule.plan_claims import compute_device_class_memory
 from optimus.verify.validator import check_plan
 
 PIPELINE = 3  # one plan in so many is a pipeline of all modules, cut anywhere
 STRATEGY = 33  # one in so many is the paper's; the others are arranged at random
 CI, HEAVY = 500, 100_000
 CI_PART, HEAVY_PART = 250, 1_000
+
+FOLDED = range(24, 30)  # seeds
 
 
 def setting_of(seed: int) -> PlanningContext:
@@ -87,3 +94,37 @@ def test_with_the_search_for_the_llm_too(number: int) -> None:
     (result,) = PaperSystem().candidates(LlmPipelines(context))
     report = check_plan(bound(result.plan, context))
     assert report.ok, f"job {number}: {report.violations[0]}"
+
+
+def folded_plans(seeds: Iterable[int]) -> Iterator[FilledPlan]:
+    """Plans of random jobs whose encoders are narrower than the LLM's TP groups."""
+    for seed in seeds:
+        pipelines = LlmPipelines(setting_of(seed))
+        for name in ("fsdp", "stage0", "balanced", "three-phase", "optimus"):
+            with suppress(DoesNotFit, UserError):
+                for candidate in islice(load_system(name).candidates(pipelines), 2):
+                    result = candidate.search_result()
+                    if result is not None and result.filled.folded is not None:
+                        yield result.filled
+
+
+def check_folded(seeds: Iterable[int]) -> int:
+    """Compares plans with those in which one device class stands for alike TP blocks; returns how many."""
+    number = 0
+    for number, filled in enumerate(folded_plans(seeds), start=1):
+        assert filled.step_s == pytest.approx(filled.lowered.timeline.step_s, rel=1e-9)
+        assert filled.compared.schedule.num_devices < filled.lowered.schedule.num_devices
+        held = compute_device_class_memory(filled.header, filled.lowered.programs, filled.fixed)
+        assert filled.memory == held
+    return number
+
+
+@pytest.mark.ci("plan file")
+def test_alike_tp_blocks_take_as_long_and_hold_as_much_as_one() -> None:
+    assert check_folded(FOLDED) >= 5
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("first", range(0, 600, 60))
+def test_alike_tp_blocks_of_many_jobs_take_as_long_and_hold_as_much_as_one(first: int) -> None:
+    assert check_folded(range(first, first + 60)) >= 30

@@ -206,9 +206,9 @@ def test_a_layout_that_fits_at_the_mean_alone_is_refused() -> None:
     context, _ = choose_smallest_context(job(), get_preset("default"))
     llm = LlmPipelines(context).floor
     candidate = ColocationSearch(context, llm).schedule_common_layouts()[0].candidate
-    plan = candidate.lowered(scheduled(candidate).arranged).plan
-    mean = max(held.peak for held in plan.memory)
-    heavy = candidate.peak_bytes_at_p99(plan)
+    filled = candidate.lowered(scheduled(candidate).arranged)
+    mean = max(held.peak for held in filled.memory)
+    heavy = candidate.peak_bytes_at_p99(filled)
     assert mean < heavy <= candidate.peak_bytes_bound
     middle = (mean + heavy) / 2
     for capacity, reason in ((heavy + 1, ""), (middle, " at p99 of the data, "), (mean - 1, " GB")):

@@ -172,7 +172,8 @@ class PlanCommand:
         if self.trace is not None:
             from optimus.render.trace import write_trace
 
-            write_trace({plan.strategy: (planned.system.schedule, planned.system.timeline)}, self.trace)
+            lowered = planned.search_result.filled.lowered
+            write_trace({plan.strategy: (lowered.schedule, lowered.timeline)}, self.trace)
             lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         why = f"optimus why {output} {suggest_neighbour_layout(plan.modules['llm'].layout)}"
         return [

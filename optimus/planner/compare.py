@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -251,9 +252,11 @@ class _BestOverLayouts:
         return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
 
     def _order_layouts(self, system: System, known_s: float) -> list[LlmPipelines]:
-        """Returns layouts in the order of a system's first schedules, of contained systems, of the LLM."""
+        """Returns layouts by a system's estimates or first schedules, by contained systems, by the LLM."""
         if not system.searches_layouts:
             return self.possible[:1]
+        if system.simulate_within < inf:
+            return sorted(self.possible, key=lambda pipelines: _least_estimate_s(system, pipelines))
 
         def step_s(pipelines: LlmPipelines) -> float:
             known = (self._steps_s.get((name, pipelines), inf) for name in system.contains)
@@ -289,10 +292,11 @@ class _BestOverLayouts:
             if system.needs_llm_pipeline and self._is_floor_above(limit_s, pipelines):
                 continue
             try:
-                estimate_s = _least_estimate_s(system, pipelines)
-                if estimate_s > system.simulate_within * limit_s:
-                    self._steps_s[system.name, pipelines] = estimate_s
-                    continue
+                if system.simulate_within < inf:
+                    estimate_s = _least_estimate_s(system, pipelines)
+                    if estimate_s > system.simulate_within * limit_s or (best and estimate_s == inf):
+                        self._steps_s[system.name, pipelines] = estimate_s
+                        continue
                 below = system.looking_below(min(known_s, limit_s), again=best is not None)
                 simulated = below.simulate(pipelines)
             except DoesNotFit as no:
@@ -315,10 +319,10 @@ def _lower_floor(floor: SimulatedSystem, outcomes: Iterable[SimulatedSystem | st
 
 
 def _least_estimate_s(system: System, pipelines: LlmPipelines) -> float:
-    """Returns the least step of a system by its estimates; 0 where only a simulation can tell."""
-    if system.simulate_within == inf:
-        return 0.0
-    return min((c.estimate_s for c in pipelines.candidates(system) if c.fits), default=0.0)
+    """Returns the least step of a system's candidates at a layout by their estimates; inf if none fits."""
+    with suppress(DoesNotFit):
+        return min((c.estimate_s for c in pipelines.candidates(system) if c.fits), default=inf)
+    return inf
 
 
 def _with_host(assumptions: Assumptions, profile: Profile) -> Assumptions:

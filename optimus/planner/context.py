@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,6 +28,9 @@ from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
 from optimus.schedule.schedule_builder import ChunkPricer
 from optimus.schedule.stage_costs import Cut, LayerPrefixSums
+
+if TYPE_CHECKING:
+    from optimus.planner.filled_plan import FilledPlan
 
 SMALL_ENCODER_SHARE = 0.03  # of a GPU's memory: parameters of smaller encoders are copied to every rank
 RecomputePolicy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
@@ -59,6 +64,7 @@ class PlanningCache:
         self.resident_bins: dict[BinShape, Floats] = {}  # in a heavy step
         self.estimates: dict[PipelineKey, float] = {}
         self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
+        self.plans: WeakValueDictionary[object, FilledPlan] = WeakValueDictionary()  # of pipelines
         self.cuts: dict[tuple[int, int], list[Cut]] = {}  # by id of layers and number of parts
 
 

@@ -1,4 +1,4 @@
-"""Lowers schedules to plans, and holds the results of a search: the plan, scheduled and rejected layouts."""
+"""Makes plans of orders of phases, and holds the results of a search: plan, scheduled and rejected layouts."""
 
 from __future__ import annotations
 
@@ -30,57 +30,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilledPlan:
-    """Programs with their schedule and timeline, and the plan that they make with its header."""
+    """Orders of phases, the programs that they are lowered to, and the plan that they make with its header.
+
+    Where TP blocks of a group do the same, `folded` has one device class for all of them. It takes as long
+    and holds as much, and is what is simulated while plans are compared.
+    """
 
     header: Plan
-    lowered: LoweredPlan
+    orders: Sequence[Program]  # of every device class
     fixed: Sequence[Mapping[str, int]]  # bytes that every device class holds all the time
     estimate_s: float  # the algorithm's own
+    folded: FilledPlan | None = None
+
+    @cached_property
+    def lowered(self) -> LoweredPlan:
+        """Programs of all classes, with their schedule and timeline."""
+        return lower_to_programs(self.header, self.orders)
+
+    @property
+    def compared(self) -> LoweredPlan:
+        """Programs with one class for TP blocks that do the same."""
+        return self.lowered if self.folded is None else self.folded.lowered
 
     @property
     def step_s(self) -> float:
-        return round(self.lowered.timeline.step_s, SECONDS_DIGITS)
+        return round(self.compared.timeline.step_s, SECONDS_DIGITS)
 
     @cached_property
     def plan(self) -> Plan:
         """The plan with its claims: step, memory, encoder seconds."""
         header, lowered = self.header, self.lowered
-        seconds = encoder_seconds_by_region(header, lowered)
         claims = PlanClaims(
-            step_s=self.step_s,
+            step_s=round(lowered.timeline.step_s, SECONDS_DIGITS),
             lagged_s=round(simulate_lagging_encoders(header, lowered).step_s, SECONDS_DIGITS),
             estimate_s=round(self.estimate_s, SECONDS_DIGITS),
-            encoder_s={region: round(each, SECONDS_DIGITS) for region, each in seconds.items()},
+            encoder_s={region: round(each, SECONDS_DIGITS) for region, each in self._encoder_s.items()},
         )
-        return replace(header, programs=lowered.programs, claims=claims, memory=self._memory)
+        return replace(header, programs=lowered.programs, claims=claims, memory=self.memory)
 
     @cached_property
-    def _memory(self) -> tuple[DeviceClassMemory, ...]:
-        return compute_device_class_memory(self.header, self.lowered.programs, self.fixed)
+    def memory(self) -> tuple[DeviceClassMemory, ...]:
+        """Memory of one rank of every device class, as the plan states it."""
+        if self.folded is None:
+            return compute_device_class_memory(self.header, self.lowered.programs, self.fixed)
+        ranks, folded = self.header.ranks, self.folded
+        places = map(ranks.coordinates, range(ranks.num_classes))
+        alike = [folded.memory[folded.header.ranks.class_at(stage, cp, 0)] for stage, cp, _ in places]
+        return tuple(replace(held, fixed=dict(own)) for held, own in zip(alike, self.fixed, strict=True))
 
     @property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Memory of one rank of every device class."""
-        return tuple(_to_rank_memory(held) for held in self._memory)
+        """Memory of one rank of every device class, by the components that systems are compared by."""
+        return tuple(_to_rank_memory(held) for held in self.memory)
 
     @property
     def fits(self) -> bool:
-        return max(held.peak for held in self._memory) <= self.header.capacity_bytes
+        return max(held.peak for held in self.memory) <= self.header.capacity_bytes
+
+    @cached_property
+    def _encoder_s(self) -> Mapping[str, float]:
+        return encoder_seconds_by_region(self.header, self.lowered)
 
     @property
     def hidden_share(self) -> float:
         """Share of encoder compute that lies in slots of, or between, the LLM's phases."""
-        seconds = self.plan.claims.encoder_s
+        seconds = self._encoder_s
         total = sum(seconds.values())
         return (seconds["slots"] + seconds["between"]) / total if total else 1.0
-
-
-def lower_to_plan(
-    header: Plan, orders: Sequence[Program], fixed: Sequence[Mapping[str, int]], *, estimate_s: float
-) -> FilledPlan:
-    """Lowers `orders` to programs and simulates them."""
-    lowered = lower_to_programs(header, orders)
-    return FilledPlan(header=header, lowered=lowered, fixed=fixed, estimate_s=estimate_s)
 
 
 def _to_rank_memory(held: DeviceClassMemory) -> RankMemory:
@@ -112,17 +128,17 @@ class ScheduledLayout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchResult:
-    """The best plan of a strategy; `hidden_share` of the encoder compute lies inside the LLM's bubbles."""
+    """The best plan of a strategy."""
 
     filled: FilledPlan
     llm: PipelineCandidate
     how: str  # the chosen layouts in one line
     considered: int
-    hidden_share: float
     notes: Mapping[str, Any] = field(default_factory=dict)  # for readers of the plan file
     estimate_includes_traffic: bool = (
         True  # transfers and encoder traffic are in the algorithm's own estimate
     )
+    own_hidden_share: float | None = None  # by the search's own estimate, if it has one
     peak_bytes_at_p99: float | None = None  # of the fullest rank in a heavy step, where it is computed
     remarks: tuple[str, ...] = ()  # on the search, printed with its result
     assignment: BatchAssignment | None = None  # of a batch, where it does not follow from the plan
@@ -150,6 +166,11 @@ class SearchResult:
         return self.filled.fits
 
     @property
+    def hidden_share(self) -> float:
+        """Share of the encoder compute inside the LLM's bubbles."""
+        return self.filled.hidden_share if self.own_hidden_share is None else self.own_hidden_share
+
+    @property
     def estimate_s(self) -> float:
         """The step time by the search's own estimate."""
         return self.filled.estimate_s
@@ -170,7 +191,7 @@ class SearchResult:
 
     def simulated(self) -> tuple[Schedule, Timeline]:
         """Returns the plan's programs with their dependencies, and when they run."""
-        return self.filled.lowered.schedule, self.filled.lowered.timeline
+        return self.filled.compared.schedule, self.filled.compared.timeline
 
     def describe(self) -> str:
         """Returns the chosen layouts in one line."""

@@ -24,7 +24,7 @@ from optimus.ir.plan import (
 )
 from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.systems.pipeline import build_op_order
 from optimus.schedule.fill import Fill, FillResult
@@ -114,7 +114,7 @@ def _fill(header: Plan, base: LlmTimeline) -> FilledPlan:
     tightened = [draft.fill.shorten(draft) for draft in drafts]
     fixed = [{"parameters": 0}] * header.ranks.num_classes
     best = min([*drafts, *tightened], key=_replayed_s)
-    return lower_to_plan(best.fill.header, best.orders(), fixed, estimate_s=best.step_s)
+    return FilledPlan(header=best.fill.header, orders=best.orders(), fixed=fixed, estimate_s=best.step_s)
 
 
 def _replayed_s(arranged: FillResult) -> float:

@@ -72,17 +72,18 @@ class BatchSimulator:
         guesses: int | None = GUESSES,
     ) -> None:
         self.assignment, self.simulations = assignment, 0
-        self._schedule, self._slowdown, self._launch_s = system.schedule, slowdown, launch_s
+        schedule = self._schedule = system.full_schedule
+        self._slowdown, self._launch_s = slowdown, launch_s
         self._guesses = guesses
         self._known: dict[bytes, float] = {}
-        deals = bool((system.schedule.communicator == Communicator.DEAL).any())
+        deals = bool((schedule.communicator == Communicator.DEAL).any())
         self._replicas = assignment.dealing_replicas if deals else 1  # that wait for each other
         self._rows = {name: self._find_rows(name) for name in assignment.encoders}
         self._seconds = {
-            name: float(system.schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
+            name: float(schedule.duration_s[rows[COMPUTE]].sum()) for name, rows in self._rows.items()
         }
         self._paths: dict[int, LongestPath] = {}  # by replicas
-        self._microbatches = int(system.schedule.microbatch.max(initial=0)) + 1
+        self._microbatches = int(schedule.microbatch.max(initial=0)) + 1
 
     @property
     def ops_per_batch(self) -> int:

@@ -131,8 +131,12 @@ def _simulator(plan: Plan, other: SystemCandidate) -> Callable[[DurationNoise, i
 
     Devices of a system that is no plan are stages.
     """
-    result, (schedule, _) = other.search_result(), other.simulated()
-    places = ModulePlacement.of_pipeline(schedule) if result is None else ModulePlacement.of_plan(result.plan)
+    result = other.search_result()
+    if result is None:
+        schedule = other.simulated()[0]
+        places = ModulePlacement.of_pipeline(schedule)
+    else:
+        schedule, places = result.filled.lowered.schedule, ModulePlacement.of_plan(result.plan)
     kernels = NoisyDurations(schedule, places)
     return lambda noise, seeds: _static_steps(plan, kernels, noise, seeds)
 

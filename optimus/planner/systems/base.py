@@ -57,6 +57,12 @@ class SimulatedSystem:
         """The search and its plan, of a system that makes one."""
         return self.candidate.search_result()
 
+    @property
+    def full_schedule(self) -> Schedule:
+        """The schedule of every device class of the plan; `schedule` has one for TP blocks that do the same."""
+        result = self.search_result
+        return self.schedule if result is None else result.filled.lowered.schedule
+
 
 class BaseCandidate(ABC):
     """Defaults of a candidate that has a context and the memory of every device."""
@@ -160,7 +166,9 @@ class BaseSystem(ABC):
             mfu=step_flops(model, job.workload) / (timeline.step_s * peak_flops),
             tokens_per_s_per_gpu=tokens / timeline.step_s / job.cluster.gpus,
             memory=memories[worst],
-            worst_rank=schedule.device_name(worst),
+            worst_rank=schedule.device_name(worst)
+            if result is None
+            else result.filled.header.ranks.class_name(worst),
             bubbles=bubbles,
             peak_bytes=peak_bytes,
             fits=peak_bytes <= context.capacity_bytes,

@@ -18,7 +18,7 @@ from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, RejectedLayout, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan, RejectedLayout
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.worst_step import BinShape
@@ -176,12 +176,15 @@ class ColocationCandidate:
         return self._lower(list(order_encoders_around_llm(header, llm_rows)), estimate_s)
 
     def _lower(self, orders: list[Program], estimate_s: float) -> FilledPlan:
-        header = self.header
-        if self.folded:
-            header, orders = expand_orders_to_tp_blocks(
-                self._unfolded.header(strategy="optimus"), header, orders
-            )
-        return lower_to_plan(header, orders, self._unfolded.fixed_bytes(), estimate_s=estimate_s)
+        plan = FilledPlan(
+            header=self.header, orders=orders, fixed=self._scheduled.fixed_bytes(), estimate_s=estimate_s
+        )
+        unfolded = self._unfolded.header(strategy="optimus")
+        if not self.folded or unfolded.ranks.num_classes == plan.header.ranks.num_classes:
+            return plan
+        header, orders = expand_orders_to_tp_blocks(unfolded, self.header, orders)
+        fixed = self._unfolded.fixed_bytes()
+        return FilledPlan(header=header, orders=orders, fixed=fixed, estimate_s=estimate_s, folded=plan)
 
     @property
     def fits(self) -> bool:
@@ -192,13 +195,13 @@ class ColocationCandidate:
         """Bound on a rank's memory at p99 of steps, with as many encoder microbatches as windows allow."""
         return self._peak_bytes_bound()
 
-    def peak_bytes_at_p99(self, plan: Plan) -> float:
+    def peak_bytes_at_p99(self, filled: FilledPlan) -> float:
         """Returns the memory of a lowered plan's fullest rank at p99 of steps."""
-        peaks = []
-        for device, held in enumerate(plan.memory):
+        ranks, peaks = filled.header.ranks, []
+        for device, held in enumerate(filled.memory):
             added = 0.0
             for encoder in self._unfolded.encoders:
-                stage = plan.ranks.stage_of(encoder.encoder.name, device)
+                stage = ranks.stage_of(encoder.encoder.name, device)
                 size = sum(encoder.activation_bytes[stage])
                 added += self._added_at_p99(encoder, stage, ceil(held.encoder_activations / max(size, 1)))
             peaks.append(held.peak + added)

@@ -130,9 +130,8 @@ class OptimusSearch:
             llm=chosen.candidate.llm,
             how=_describe(chosen),
             considered=considered,
-            hidden_share=filled.hidden_share,
             notes={"shift_s": chosen.arranged.shift_s},
-            peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled.plan),
+            peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled),
             rejected=rejected,
             tried=[search.to_scheduled_layout(each) for search, each in self._pool],
         )
@@ -194,10 +193,10 @@ def _first_that_fits(
         except ScheduleDeadlock as deadlock:
             rejected.append(candidate.reject(f"order: {deadlock}"))
             continue
-        mean_bytes = max(held.peak for held in filled.plan.memory)
+        mean_bytes = max(held.peak for held in filled.memory)
         if not filled.fits:
             rejected.append(candidate.reject_for_memory(mean_bytes))
-        elif (heavy_bytes := candidate.peak_bytes_at_p99(filled.plan)) > filled.plan.capacity_bytes:
+        elif (heavy_bytes := candidate.peak_bytes_at_p99(filled)) > candidate.context.capacity_bytes:
             rejected.append(candidate.reject_for_memory(heavy_bytes, mean_bytes))
         else:
             return filled, scheduled

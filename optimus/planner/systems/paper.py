@@ -101,7 +101,7 @@ def search_paper_plan(context: PlanningContext, llms: Sequence[PipelineCandidate
                 choice=choice,
                 how=_describe(choice),
                 considered=considered,
-                hidden_share=choice.hidden_share(),
+                own_hidden_share=choice.hidden_share(),
                 notes={
                     "hidden_share_coarse": choice.hidden_share(coarse=True),
                     "split": list(choice.split),
@@ -199,8 +199,8 @@ def _replay_best(
         if filled.fits:
             plans.append((filled, choice))
             continue
-        peak = max(held.peak for held in filled.plan.memory) / 1e9
-        reason = f"memory: {peak:.1f} of {filled.plan.capacity_bytes / 1e9:.1f} GB"
+        peak = max(held.peak for held in filled.memory) / 1e9
+        reason = f"memory: {peak:.1f} of {filled.header.capacity_bytes / 1e9:.1f} GB"
         names = choice.candidate.context.encoder_names
         rejected.append(
             RejectedLayout(layout=choice.candidate.layout, reason=reason, module=names, peak_bytes=1e9 * peak)
@@ -228,7 +228,7 @@ def _summarize_layouts(
                 candidate.peak_bytes_bound(max(choice.split)),
             )
         else:
-            step_s, peak = filled.step_s, float(max(held.peak for held in filled.plan.memory))
+            step_s, peak = filled.step_s, float(max(held.peak for held in filled.memory))
         layouts.append(
             ScheduledLayout(
                 layout=candidate.layout,

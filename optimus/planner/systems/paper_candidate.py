@@ -17,7 +17,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
-from optimus.planner.filled_plan import FilledPlan, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.fill_paper import (
@@ -287,7 +287,7 @@ class PaperCandidate:
         header = _with_pipelines(self.header, pipelines)
         orders = self.base.insert_encoder_ops(header, encoder_ops)
         fixed = self._plan_builder(pipelines).fixed_bytes()
-        return lower_to_plan(header, orders, fixed, estimate_s=choice.estimate_s)
+        return FilledPlan(header=header, orders=orders, fixed=fixed, estimate_s=choice.estimate_s)
 
     @cached_property
     def _fixed(self) -> list[Mapping[str, int]]:

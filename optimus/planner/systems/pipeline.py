@@ -17,7 +17,7 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
 from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolicy, describe_recompute
-from optimus.planner.filled_plan import FilledPlan, SearchResult, lower_to_plan
+from optimus.planner.filled_plan import FilledPlan, SearchResult
 from optimus.planner.systems.base import BaseCandidate
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder, Sharding
 from optimus.planner.worst_step import BinShape
@@ -99,14 +99,35 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def filled(self) -> FilledPlan:
         """The plan of this pipeline, with encoder layers in the virtual stages that the cut gives them."""
-        header = self.builder.header(strategy="")
-        orders = [expand_order_to_phases(header, self.order, d) for d in range(header.ranks.num_classes)]
-        return lower_to_plan(header, orders, self.builder.fixed_bytes(), estimate_s=self.estimate_s)
+        known, key = self.context.cache.plans, (self._key, self.sharding)
+        plan = known.get(key)
+        if plan is None:
+            folded = self._plan(self._plan_builder(folded=True)) if self._folds else None
+            plan = known[key] = self._plan(self.builder, folded)
+        return plan
+
+    def _plan(self, builder: ColocatedPlanBuilder, folded: FilledPlan | None = None) -> FilledPlan:
+        header = builder.header(strategy="")
+        return FilledPlan(
+            header=header,
+            orders=[expand_order_to_phases(header, self.order, d) for d in range(header.ranks.num_classes)],
+            fixed=builder.fixed_bytes(),
+            estimate_s=self.estimate_s,
+            folded=folded,
+        )
+
+    @property
+    def _folds(self) -> bool:
+        """True if ranks of a TP group have encoders of their own, which all do the same."""
+        return any(layer.layout.tp < self.layout.tp for layer in self.layers if layer.module != LLM)
 
     @cached_property
     def builder(self) -> ColocatedPlanBuilder:
         """Builds the header of the plan, and counts the bytes that are there all the time."""
-        encoders = [self._encoder(encoder) for encoder in self._encoders]
+        return self._plan_builder(folded=False)
+
+    def _plan_builder(self, *, folded: bool) -> ColocatedPlanBuilder:
+        encoders = [self._encoder(encoder, folded=folded) for encoder in self._encoders]
         return ColocatedPlanBuilder(
             self.context,
             self.only_module(LLM),
@@ -124,10 +145,15 @@ class PipelineCandidate(BaseCandidate):
         names = {layer.module for layer in self.layers}
         return [encoder for encoder in self.context.job.model.encoders if encoder.name in names]
 
-    def _encoder(self, encoder: Encoder) -> ColocatedEncoder:
-        """Returns the layers of an encoder in this pipeline; each block of its ranks takes a piece."""
+    def _encoder(self, encoder: Encoder, *, folded: bool) -> ColocatedEncoder:
+        """Returns the layers of an encoder in this pipeline; each block of its ranks takes a piece.
+
+        Folded, the blocks of a TP group are one.
+        """
         alone = self.only_module(encoder.name)
         layout = alone.layers[0].layout.with_(chunks=self.layout.chunks)
+        if folded:
+            layout = layout.with_(dp=layout.dp * layout.tp // self.layout.tp, tp=self.layout.tp)
         pieces = self.layout.cp * self.layout.tp // layout.tp
         splits = any(op.kind == OpKind.INPUT_GRAD for op in self.order[0])
         return ColocatedEncoder(
@@ -163,21 +189,20 @@ class PipelineCandidate(BaseCandidate):
             llm=self.only_module(LLM),
             how=self.describe(),
             considered=1,
-            hidden_share=self.filled.hidden_share,
             peak_bytes_at_p99=self._peak_bytes_at_p99,
         )
 
     @property
     def _peak_bytes_at_p99(self) -> float:
         """Memory of the fullest rank of the plan at p99 of steps."""
-        plan = self.filled.plan
-        stages = [plan.ranks.coordinates(device)[0] for device in range(len(plan.memory))]
+        ranks, memory = self.filled.header.ranks, self.filled.memory
+        stages = [ranks.coordinates(device)[0] for device in range(len(memory))]
         added = self.added_bytes_at_p99
-        return max(held.peak + added[stage] for stage, held in zip(stages, plan.memory, strict=True))
+        return max(held.peak + added[stage] for stage, held in zip(stages, memory, strict=True))
 
     def simulated(self) -> tuple[Schedule, Timeline]:
         """Returns one training step, kernel by kernel, and when its kernels run."""
-        return self.filled.lowered.schedule, self.filled.lowered.timeline
+        return self.filled.compared.schedule, self.filled.compared.timeline
 
     @property
     def op_timeline(self) -> OpTimeline:

@@ -55,7 +55,7 @@ class ThreePhaseCandidate(BaseCandidate):
         return self.filled.memories
 
     def simulated(self) -> tuple[Schedule, Timeline]:
-        return self.filled.lowered.schedule, self.filled.lowered.timeline
+        return self.filled.compared.schedule, self.filled.compared.timeline
 
     def search_result(self) -> SearchResult:
         """Returns the plan of this candidate."""
@@ -64,8 +64,7 @@ class ThreePhaseCandidate(BaseCandidate):
             llm=self.llm,
             how=self.describe(),
             considered=1,
-            hidden_share=self.filled.hidden_share,
-            peak_bytes_at_p99=self.colocated.peak_bytes_at_p99(self.filled.plan),
+            peak_bytes_at_p99=self.colocated.peak_bytes_at_p99(self.filled),
         )
 
     def batch_assignment(self) -> BatchAssignment:
