@@ -1,4 +1,4 @@
-"""Makes plans of orders of phases, and holds the results of a search: plan, scheduled and rejected layouts."""
+"""Makes plans of orders of phases, and holds results of a search: plan, scheduled and rejected layouts."""
 
 from __future__ import annotations
 

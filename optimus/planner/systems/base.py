@@ -59,7 +59,7 @@ class SimulatedSystem:
 
     @property
     def full_schedule(self) -> Schedule:
-        """The schedule of every device class of the plan; `schedule` has one for TP blocks that do the same."""
+        """The schedule with every device class of the plan, also where TP blocks do the same."""
         result = self.search_result
         return self.schedule if result is None else result.filled.lowered.schedule
 
