@@ -22,8 +22,8 @@ from optimus.sensitivity.win_rate import (
     BetterSystem,
     WinRate,
     choose_systems_to_simulate,
-    compute_win_rate,
     find_win_rule,
+    simulate_cost_models,
     unperturbed_cost_model,
 )
 
@@ -43,7 +43,7 @@ def drawn(comparison: Comparison) -> dict[str, BatchStepTimes]:
 
 @pytest.fixture(scope="module")
 def sure(comparison: Comparison, drawn: dict[str, BatchStepTimes]) -> WinRate:
-    return compute_win_rate(comparison, "three-phase", drawn)
+    return simulate_cost_models(comparison, drawn).win_rate("three-phase")
 
 
 def test_what_a_profile_measured_is_among_what_is_drawn() -> None:
@@ -129,23 +129,24 @@ def test_counts_are_those_of_the_steps(
     sure: WinRate, comparison: Comparison, drawn: dict[str, BatchStepTimes]
 ) -> None:
     assert sure.of == 200 and sure.holds + sum(each.wins for each in sure.better) == 200
-    assert set(sure.steps_s) == set(SYSTEMS) and not sure.left_out
-    steps_s = np.stack([sure.steps_s[name] for name in SYSTEMS])
-    own_s = sure.steps_s["three-phase"]
+    perturbed = sure.perturbed
+    assert set(perturbed.steps_s) == set(SYSTEMS) and not perturbed.same_as
+    steps_s = np.stack([perturbed.steps_s[name] for name in SYSTEMS])
+    own_s = perturbed.steps_s["three-phase"]
     assert sure.holds == int((own_s <= 1.02 * steps_s.min(axis=0)).sum())
     for other in sure.better:
         wins = (steps_s.argmin(axis=0) == SYSTEMS.index(other.system)) & (own_s > 1.02 * steps_s.min(axis=0))
         assert other.wins == int(wins.sum()) > 0
-    model, system = sure.models[0], comparison.systems["paper"]
+    model, system = perturbed.models[0], comparison.systems["paper"]
     alone_s = PerturbableSchedule(system.schedule, ["vision"], BASE).steps_s([model])[0]
     expected = alone_s * drawn["paper"].mean_s / system.step_s
-    assert sure.steps_s["paper"][0] == pytest.approx(expected, rel=1e-12)
+    assert perturbed.steps_s["paper"][0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_system_without_others_is_not_perturbed(
     comparison: Comparison, drawn: dict[str, BatchStepTimes]
 ) -> None:
-    alone = compute_win_rate(comparison, "fsdp", {"fsdp": drawn["fsdp"]})
+    alone = simulate_cost_models(comparison, {"fsdp": drawn["fsdp"]}).win_rate("fsdp")
     assert alone.of == alone.holds == 0 and not alone.better
     assert alone.sentence == "no other system comes close: no perturbed cost models were simulated"
 
@@ -153,17 +154,17 @@ def test_a_system_without_others_is_not_perturbed(
 def test_a_rule_finds_what_decides() -> None:
     """Winners made by a rule of which everything is known, with a little noise."""
     models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
-    overlapped = [model.tp_overlapped > 0.5 for model in models]
+    overlapped = np.array([model.tp_overlapped > 0.5 for model in models])
     rule = find_win_rule(models, uncertain_parameters(BASE), overlapped)
     assert rule is not None and str(rule) == "TP traffic is 70 % overlapped"
     assert rule.explains == rule.holds == 100
-    slow = [model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models]
+    slow = np.array([model.dp_bandwidth < 0.9 and model.pp_bandwidth < 1.2 for model in models])
     rule = find_win_rule(models, uncertain_parameters(BASE), slow)
     assert rule is not None and rule.parameter.field == "dp_bandwidth" and not rule.above
     assert str(rule) == "DP bandwidth is -10 % or lower" and rule.explains == sum(slow)
     dice = np.random.default_rng(1).random(200) < 0.3
-    assert find_win_rule(models, uncertain_parameters(BASE), dice.tolist()) is None
-    assert find_win_rule(models, uncertain_parameters(BASE), [False] * 200) is None
+    assert find_win_rule(models, uncertain_parameters(BASE), dice) is None
+    assert find_win_rule(models, uncertain_parameters(BASE), np.zeros(200, bool)) is None
 
 
 def test_what_is_the_same_is_left_out(comparison: Comparison, drawn: dict[str, BatchStepTimes]) -> None:
@@ -172,14 +173,18 @@ def test_what_is_the_same_is_left_out(comparison: Comparison, drawn: dict[str, B
         systems={**comparison.systems, "twin": replace(comparison.systems["paper"], name="twin")},
     )
     both = {**drawn, "twin": drawn["paper"]}
-    chosen, left_out = choose_systems_to_simulate(more, "paper", both)
-    assert chosen[0].name == "paper" and {system.name for system in chosen} == set(SYSTEMS)
-    assert left_out == {"twin": "the same as paper"}
+    chosen, same_as = choose_systems_to_simulate(more, both)
+    assert {system.name for system in chosen} == set(SYSTEMS) and same_as == {"twin": "paper"}
+    assert [system.name for system in chosen] == sorted(SYSTEMS, key=lambda name: drawn[name].mean_s)
+    perturbed = simulate_cost_models(more, both, draws=20)
+    twin, paper = perturbed.win_rate("twin"), perturbed.win_rate("paper")
+    assert (twin.holds, twin.better) == (paper.holds, paper.better)
 
 
 def test_the_sentence(sure: WinRate) -> None:
     models = draw_cost_models(BASE, uncertain_parameters(BASE), draws=200, seed=5)
-    rule = find_win_rule(models, uncertain_parameters(BASE), [model.tp_overlapped > 0.5 for model in models])
+    overlapped = np.array([model.tp_overlapped > 0.5 for model in models])
+    rule = find_win_rule(models, uncertain_parameters(BASE), overlapped)
     better = (
         BetterSystem(system="balanced-best", wins=100, rule=rule),
         BetterSystem(system="fsdp", wins=1, rule=None),
@@ -199,8 +204,9 @@ def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
     """
     job, names = find_job("paper/strong-3072"), ("balanced-best", "three-phase")
     planned = make_plan(job, systems=names, strategy="optimus")
-    found = recommend(planned.comparison).sure
-    assert found is not None
+    sure = recommend(planned.comparison).sure
+    assert sure is not None
+    found = sure.perturbed
     told = 0
     for draw in (1, 198, 0, 199):
         replayed = {name: float(steps[draw]) for name, steps in found.steps_s.items()}

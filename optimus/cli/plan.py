@@ -36,11 +36,13 @@ from optimus.cli.text import (
 )
 from optimus.environment import usable_cores
 from optimus.errors import UserError
+from optimus.ir.ranks import LLM
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
     from optimus.job.job import Job
     from optimus.job.layout import Layout
+    from optimus.job.model import Model
     from optimus.planner.compare import Comparison
     from optimus.planner.planning import PlanningResult
     from optimus.planner.systems.base import SimulatedSystem
@@ -175,22 +177,33 @@ class PlanCommand:
             lowered = planned.search_result.filled.lowered
             write_trace({plan.strategy: (lowered.schedule, lowered.timeline)}, self.trace)
             lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
-        why = f"optimus why {output} {suggest_neighbour_layout(plan.modules['llm'].layout)}"
-        return [
-            *lines,
-            *format_next_commands(f"optimus report {output}", why, self._run_command(planned, output)),
-        ]
+        layout = plan.modules[LLM].layout
+        why = f"optimus why {output} {suggest_neighbour_layout(layout)}"
+        run = suggest_run_command(
+            self.job,
+            self.on,
+            self.target,
+            model=planned.comparison.job.model,
+            layout=layout,
+            plan=output,
+        )
+        return [*lines, *format_next_commands(f"optimus report {output}", why, run)]
 
-    def _run_command(self, planned: PlanningResult, output: Path) -> str:
-        """Names the command that runs the plan, or where the engine does not, that exports it."""
-        from optimus.job.own_layers import find_unsplittable, find_untrainable
 
-        model, llm = planned.comparison.job.model, planned.plan.modules["llm"].layout
-        runs = find_untrainable(model) is None and llm.ep == 1
-        if not runs or (llm.cp > 1 and find_unsplittable(model.llm) is not None):
-            return f"optimus export {output} --to megatron"
-        on = "" if self.on is None else f" --on {self.on}"
-        return f"optimus train {self.job} --plan {output}{on} --dry-run"
+def suggest_run_command(
+    job: str, on: str | None, target: str | None, *, model: Model, layout: Layout, plan: Path
+) -> str:
+    """Names the command that runs the plan or exports it, or plans what the engine or Megatron runs."""
+    from optimus.job.own_layers import find_unsplittable, find_untrainable
+
+    if target not in (None, "engine"):
+        return f"optimus export {plan} --to {target}"
+    where = "" if on is None else f" --on {on}"
+    if find_untrainable(model) is not None:
+        return f"optimus plan {job}{where} --for megatron"
+    if layout.ep > 1 or (layout.cp > 1 and find_unsplittable(model.llm) is not None):
+        return f"optimus plan {job}{where} --for engine"
+    return f"optimus train {job} --plan {plan}{where} --dry-run"
 
 
 def suggest_neighbour_layout(layout: Layout) -> str:

@@ -81,7 +81,7 @@ def train(
     if job.data is not None:
         refuse_other_lengths(job, open_data(job.data, progress=ignore_progress).index)
     if plan is None:
-        plan = plan_job(restrict_to_target(job, "engine"), profile=profile, draws=0)
+        plan = plan_job(restrict_to_target(job, "engine"), profile=profile)
     if isinstance(plan, PlanningResult):
         profile, plan = plan.comparison.context.cost_model.profile, plan.plan
     require_valid_plan(plan, job, profile)

@@ -341,7 +341,6 @@ class TrainCommand:
                 restrict_to_target(job, "engine"),
                 assumptions=self.preset,
                 profile=profile,
-                draws=0,
                 progress=progress,
             )
         plan = planned.plan

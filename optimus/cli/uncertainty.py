@@ -18,6 +18,9 @@ def format_recommendation(planned: RecommendedPlan) -> list[str]:
     lines = wrap_text("recommended", first)
     for reason in reasons:
         lines += wrap_text("", reason)
+    if len(recommendation.drawn) > 1 and recommendation.steps.simulations > 1:
+        steps = (f"{name} {each.mean_s:.4g} s" for name, each in recommendation.drawn.items())
+        lines += wrap_text("", f"over drawn batches: {', '.join(steps)}")
     reference = planned.reference
     if reference is not None and reference.name != recommendation.name:
         speedup = planned.speedup.get(reference.name, 1.0)
@@ -58,8 +61,8 @@ def _sure_json(sure: WinRate) -> dict[str, object]:
             {"system": other.system, "wins": other.wins, "rule": _rule_json(other.rule)}
             for other in sure.better
         ],
-        "simulated": list(sure.steps_s),
-        "left_out": dict(sure.left_out),
+        "simulated": list(sure.perturbed.steps_s),
+        "left_out": {name: f"the same as {twin}" for name, twin in sure.perturbed.same_as.items()},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,10 +29,11 @@ from optimus.planner.systems.registry import (
 from optimus.sensitivity.batch_steps import BEST, BatchStepTimes, simulate_batches
 from optimus.sensitivity.drawn_batches import BATCHES, SEED
 from optimus.sensitivity.perturb import DRAWS
-from optimus.sensitivity.win_rate import WinRate, compute_win_rate
+from optimus.sensitivity.win_rate import PerturbedSteps, WinRate, simulate_cost_models
 
 MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may make it the fastest
-NEARLY_FULL = 0.95  # of a GPU's memory: a recommendation that needs more says so
+NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
+MIN_HELD = 0.5  # of perturbed cost models, in which a system stays about the fastest to be preferred so
 FILLED = "optimus"
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +41,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """The system to run: the simplest of those that are about as fast as the fastest over drawn batches."""
+    """The system to run: the simplest of those that are about as fast as the fastest over drawn batches.
+
+    A system that is not about the fastest in half of the perturbed cost models, or leaves little memory, is
+    not preferred to one that is better there.
+    """
 
     name: str
     systems: Mapping[str, SimulatedSystem]  # those that may be the fastest
@@ -69,6 +74,27 @@ class Recommendation:
         steps_s = self.steps.steps_s
         others = (name for name in self.planned if name != self.name)
         return next((n for n in others if (self.drawn[n].steps_s != steps_s).any()), None)
+
+    @property
+    def passed_over(self) -> Mapping[str, str]:
+        """Simpler systems about as fast as the fastest, and why they are not recommended."""
+        order, reasons = list(SYSTEMS).index, dict[str, str]()
+        for name in _list_close(self.drawn, self.planned):
+            if order(name) >= order(self.name):
+                continue
+            held = None if self.sure is None else self.sure.perturbed.holds(name)
+            if held is not None and held.mean() < min(MIN_HELD, self.sure_share):
+                within = f"within {MIN_SPEEDUP_WORTH_FILLING - 1:.0%} of the fastest"
+                reasons[name] = f"is {within} in only {held.sum()} of {len(held)} perturbed cost models"
+            else:
+                share = self.systems[name].peak_bytes / self.capacity_bytes
+                reasons[name] = f"needs {share:.0%} of the memory"
+        return reasons
+
+    @property
+    def sure_share(self) -> float:
+        """Share of the perturbed cost models in which the system stays about the fastest."""
+        return 1.0 if self.sure is None or not self.sure.of else self.sure.holds / self.sure.of
 
     @property
     def memory_share(self) -> float:
@@ -107,13 +133,20 @@ class Recommendation:
     def reasons(self) -> list[str]:
         """Why this system: what the fastest and the next best take, what filling gains, and the memory."""
         reasons, margin = [], f"{MIN_SPEEDUP_WORTH_FILLING - 1:.0%}"
-        less = 1 - self.drawn[self.fastest].mean_s / self.steps.mean_s
-        if less > 0:
+        fastest_s, mean_s, passed_over = self.drawn[self.fastest].mean_s, self.steps.mean_s, self.passed_over
+        if fastest_s < mean_s:
             allowed = f"within the {margin} in which the simpler system is recommended"
-            reasons.append(f"{self.fastest} takes {less:.1%} less time, {allowed}")
+            if self.fastest in passed_over:
+                allowed = f"but {passed_over[self.fastest]}"
+            less = f"{1 - fastest_s / mean_s:.1%} less"
+            reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {less}, {allowed}")
         elif self.next_best is not None:
-            longer = self.drawn[self.next_best].mean_s / self.steps.mean_s - 1
-            reasons.append(f"the next best, {self.next_best}, takes {longer:.1%} longer")
+            next_s = self.drawn[self.next_best].mean_s
+            longer = f"{next_s / mean_s - 1:.1%} longer"
+            reasons.append(f"the next best, {self.next_best}, takes {next_s:.4g} s, {longer}")
+        for name, why in passed_over.items():
+            if name != self.fastest:
+                reasons.append(f"{name} is simpler, but {why}")
         gain = self.filling_speedup
         if gain is not None:
             gained = f"takes {1 - 1 / gain:.1%} less time" if gain >= 1.0005 else "gains nothing here"
@@ -217,33 +250,52 @@ def recommend(
     cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> Recommendation:
-    """Recommends the simplest system whose mean step over drawn batches is close to the fastest's."""
+    """Recommends a system from its mean step over drawn batches, its memory, and perturbed cost models."""
     names = _list_contenders(comparison)
     steps = simulate_batches(
         comparison, names, dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
     )
     drawn = dict(sorted(steps.items(), key=lambda item: item[1].mean_s))
     planned = [name for name in drawn if _can_be_planned(name, comparison.job)]
-    close = [n for n in planned if drawn[n].mean_s <= MIN_SPEEDUP_WORTH_FILLING * drawn[planned[0]].mean_s]
-    chosen = min(close, key=list(SYSTEMS).index)
+    perturbed = None
+    if draws:
+        contenders = {name: drawn[name] for name in planned}
+        perturbed = simulate_cost_models(
+            comparison, contenders, draws=draws, seed=seed, cores=cores, progress=progress
+        )
+    systems = {name: comparison.systems[name] for name in planned}
+    capacity_bytes = comparison.context.capacity_bytes
+    shares = {n: systems[n].peak_bytes / capacity_bytes for n in _list_close(drawn, planned)}
+    name = choose_simplest(shares, perturbed)
     return Recommendation(
-        name=chosen,
-        systems={name: comparison.systems[name] for name in planned},
-        capacity_bytes=comparison.context.capacity_bytes,
+        name=name,
+        systems=systems,
+        capacity_bytes=capacity_bytes,
         drawn=drawn,
         planned=tuple(planned),
-        sure=compute_win_rate(
-            comparison,
-            chosen,
-            {name: drawn[name] for name in planned},
-            draws=draws,
-            seed=seed,
-            cores=cores,
-            progress=progress,
-        )
-        if draws
-        else None,
+        sure=None if perturbed is None else perturbed.win_rate(name),
     )
+
+
+def _list_close(drawn: Mapping[str, BatchStepTimes], planned: Sequence[str]) -> list[str]:
+    """Returns the systems whose mean step is within the margin of the fastest's."""
+    limit_s = MIN_SPEEDUP_WORTH_FILLING * drawn[planned[0]].mean_s
+    return [name for name in planned if drawn[name].mean_s <= limit_s]
+
+
+def choose_simplest(shares: Mapping[str, float], perturbed: PerturbedSteps | None) -> str:
+    """Returns the simplest system of those that stay about the fastest if costs are others and leave memory.
+
+    `shares` of the memory are those of systems that are close. If none holds in enough cost models, that
+    which holds in the most is taken; if none of those leaves enough memory, that which leaves the most.
+    """
+    chosen = dict(shares)
+    if perturbed is not None and perturbed.models:
+        held = {name: float(perturbed.holds(name).mean()) for name in shares}
+        least = min(MIN_HELD, max(held.values()))
+        chosen = {name: share for name, share in shares.items() if held[name] >= least}
+    most = max(NEARLY_FULL, min(chosen.values()))
+    return min((name for name, share in chosen.items() if share <= most), key=list(SYSTEMS).index)
 
 
 def plan_recommended(

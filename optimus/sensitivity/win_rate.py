@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optimus.cost.assumptions import Assumptions
 from optimus.ir.op import Floats
@@ -67,21 +69,63 @@ class WinRate:
     """The perturbed cost models in which a system stays about the fastest, counted."""
 
     system: str
-    holds: int  # cost models in which no system is faster by more than `margin`
-    of: int
-    margin: float
+    holds: int  # cost models in which no system is faster by more than the margin
     better: tuple[BetterSystem, ...]  # in the other cost models, most wins first
-    steps_s: Mapping[str, Floats]  # of every simulated system, by cost model
-    models: tuple[PerturbedCostModel, ...]
-    left_out: Mapping[str, str]  # systems that were not simulated, with the reason
+    perturbed: PerturbedSteps
+
+    @property
+    def of(self) -> int:
+        return len(self.perturbed.models)
 
     @property
     def sentence(self) -> str:
-        if len(self.steps_s) == 1:
+        if len(self.perturbed.steps_s) == 1:
             return "no other system comes close: no perturbed cost models were simulated"
-        within = f"fastest or within {self.margin - 1:.0%} of it"
+        within = f"fastest or within {self.perturbed.margin - 1:.0%} of it"
         words = f"{within} in {self.holds} of {self.of} perturbed cost models"
         return "; ".join([words, *map(str, self.better)])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PerturbedSteps:
+    """Steps of systems under the same perturbed cost models."""
+
+    margin: float
+    parameters: tuple[UncertainParameter, ...]
+    models: tuple[PerturbedCostModel, ...]
+    steps_s: Mapping[str, Floats]  # of every simulated system, by cost model
+    same_as: Mapping[str, str]  # systems that are not simulated, and the simulated one that each equals
+
+    def holds(self, system: str) -> NDArray[np.bool_]:
+        """Returns by cost model whether no system is faster than this one by more than the margin."""
+        held: NDArray[np.bool_] = self._steps_of(system) <= self.margin * self._all_steps.min(axis=0)
+        return held
+
+    def win_rate(self, system: str) -> WinRate:
+        """Counts the cost models in which a system holds, and explains the others."""
+        names, holds = list(self.steps_s), self.holds(system)
+        fastest = np.array(names)[self._all_steps.argmin(axis=0)]
+        wins = Counter(fastest[~holds].tolist())
+        return WinRate(
+            system=system,
+            holds=int(holds.sum()),
+            better=tuple(
+                BetterSystem(
+                    system=name,
+                    wins=count,
+                    rule=find_win_rule(self.models, self.parameters, (fastest == name) & ~holds),
+                )
+                for name, count in wins.most_common()
+            ),
+            perturbed=self,
+        )
+
+    def _steps_of(self, system: str) -> Floats:
+        return self.steps_s[self.same_as.get(system, system)]
+
+    @cached_property
+    def _all_steps(self) -> Floats:
+        return np.stack(list(self.steps_s.values()))
 
 
 def unperturbed_cost_model(assumptions: Assumptions) -> PerturbedCostModel:
@@ -93,9 +137,8 @@ def unperturbed_cost_model(assumptions: Assumptions) -> PerturbedCostModel:
     )
 
 
-def compute_win_rate(
+def simulate_cost_models(
     comparison: Comparison,
-    system: str,
     drawn: Mapping[str, BatchStepTimes],
     *,
     margin: float = MIN_SPEEDUP_WORTH_FILLING,
@@ -103,14 +146,14 @@ def compute_win_rate(
     seed: int = SEED,
     cores: int = 1,
     progress: Progress = lambda name, done, total: None,
-) -> WinRate:
+) -> PerturbedSteps:
     """Simulates the drawn systems' schedules, unchanged, under cost models with all parameters perturbed.
 
     Steps at the mean batch are multiplied by what drawn batches add to them.
     """
     base = unperturbed_cost_model(comparison.assumptions)
     encoders = [encoder.name for encoder in comparison.job.model.encoders]
-    chosen, left_out = choose_systems_to_simulate(comparison, system, drawn)
+    chosen, same_as = choose_systems_to_simulate(comparison, drawn)
     parameters = uncertain_parameters(base, comparison.assumptions.time_scale)
     models = draw_cost_models(base, parameters, draws=draws, seed=seed) if len(chosen) > 1 else []
 
@@ -125,47 +168,29 @@ def compute_win_rate(
         cores=cores,
         report=lambda place: progress(f"perturbed {chosen[place].name}", place, len(chosen)),
     )
-    steps = {other.name: by_place[place] for place, other in enumerate(chosen)}
-    names = list(steps)
-    by_system = np.stack(list(steps.values()))
-    holds = by_system[names.index(system)] <= margin * by_system.min(axis=0)
-    fastest = [names[place] for place in by_system.argmin(axis=0).tolist()]
-    wins = Counter(name for name, held in zip(fastest, holds.tolist(), strict=True) if not held)
-    return WinRate(
-        system=system,
-        holds=int(holds.sum()),
-        of=len(models),
+    return PerturbedSteps(
         margin=margin,
-        better=tuple(
-            BetterSystem(
-                system=name,
-                wins=count,
-                rule=find_win_rule(
-                    models, parameters, [n == name and not h for n, h in zip(fastest, holds, strict=True)]
-                ),
-            )
-            for name, count in wins.most_common()
-        ),
-        steps_s=steps,
+        parameters=tuple(parameters),
         models=tuple(models),
-        left_out=left_out,
+        steps_s={other.name: by_place[place] for place, other in enumerate(chosen)},
+        same_as=same_as,
     )
 
 
 def choose_systems_to_simulate(
-    comparison: Comparison, system: str, drawn: Mapping[str, BatchStepTimes]
+    comparison: Comparison, drawn: Mapping[str, BatchStepTimes]
 ) -> tuple[list[SimulatedSystem], dict[str, str]]:
-    """Returns the systems to simulate, the one that is asked about first, and why others are left out."""
+    """Returns the systems to simulate, fastest first, and by others the simulated one that each equals."""
     chosen: list[SimulatedSystem] = []
-    left_out: dict[str, str] = {}
-    for name in sorted(drawn, key=lambda name: (name != system, drawn[name].mean_s)):
+    same_as: dict[str, str] = {}
+    for name in sorted(drawn, key=lambda name: drawn[name].mean_s):
         other = comparison.systems[name]
         twin = next((known.name for known in chosen if _is_same(known, other)), None)
         if twin is None:
             chosen.append(other)
         else:
-            left_out[name] = f"the same as {twin}"
-    return chosen, left_out
+            same_as[name] = twin
+    return chosen, same_as
 
 
 def _is_same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
@@ -174,11 +199,10 @@ def _is_same(one: SimulatedSystem, other: SimulatedSystem) -> bool:
 
 
 def find_win_rule(
-    models: Sequence[PerturbedCostModel], parameters: Collection[UncertainParameter], wins: Sequence[bool]
+    models: Sequence[PerturbedCostModel], parameters: Collection[UncertainParameter], wins: NDArray[np.bool_]
 ) -> WinRule | None:
     """Returns the assumption and threshold that separate wins from losses best, or None if none does well."""
-    won = np.array(wins)
-    if not MIN_WINS_FOR_RULE <= won.sum() < len(won):
+    if not MIN_WINS_FOR_RULE <= wins.sum() < len(wins):
         return None
     best: WinRule | None = None
     best_score = MIN_RULE_SCORE
@@ -187,9 +211,9 @@ def find_win_rule(
         for value in parameter.choices or np.arange(parameter.low, parameter.high, 0.01).tolist():
             for above in (False, True):
                 holds = values >= value if above else values <= value
-                score = float(holds[won].mean() - holds[~won].mean())
+                score = float(holds[wins].mean() - holds[~wins].mean())
                 if score > best_score + 1e-9:
-                    explains = int((holds & won).sum())
+                    explains = int((holds & wins).sum())
                     best_score = score
                     best = WinRule(
                         parameter=parameter,
