@@ -14,9 +14,11 @@ from paper_parts import PAPER_JOBS
 from random_plans import bound
 
 from optimus.cost.assumptions import get_preset
+from optimus.errors import UserError
 from optimus.ir.op import Lane, OpKind
 from optimus.ir.planfile import load_plan, save_plan
-from optimus.job.layout import BaselineSystem, CurrentPlacement
+from optimus.job.job import CurrentRun
+from optimus.job.layout import BaselineSystem, CurrentPlacement, Layout, SearchLimits
 from optimus.job.read import find_job
 from optimus.planner.compare import Comparison, _lower_floor, compare_systems
 from optimus.planner.layouts import choose_smallest_context
@@ -231,6 +233,58 @@ def test_today_runs_on_all_gpus_of_the_job_and_no_more(placement: str, tmp_path:
         assert "dp2 pp4 tp2;" in system.how
     if placement == "fsdp":
         assert "dp8 pp1 tp2" in system.how
+
+
+def test_today_runs_the_recipe_that_is_stated(tmp_path: Path) -> None:
+    """As a job that states the same in its model, its limits and its assumptions."""
+    recipe = """
+  microbatch_sequences: 2
+  schedule: zero-bubble
+  recompute: {llm: selective, vision: full}
+  tp_overlapped: 0.5
+"""
+    path = tmp_path / "job.yaml"
+    path.write_text(TODAY.replace("PLACEMENT", "stage0") + recipe.lstrip("\n"))
+    job = find_job(path)
+    system = compare_systems(job, names=["today"]).systems["today"]
+    model = job.model
+    stated = replace(
+        job,
+        model=replace(
+            model,
+            encoders=tuple(replace(encoder, recompute="full") for encoder in model.encoders),
+            llm=replace(model.llm, recompute="selective"),
+        ),
+        layout=replace(job.layout, limits=SearchLimits(microbatch_sequences=(2,), deal_items=False)),
+    )
+    assumptions = replace(get_preset("default"), tp_overlapped_share=0.5)
+    context, _ = choose_smallest_context(stated, assumptions)
+    layout = Layout(dp=2, pp=4, tp=2)
+    at_layout = replace(context, layout=layout, microbatch_sequences=2)
+    expected = Stage0System(chunks=1, order_name="zero-bubble").simulate(LlmPipelines(at_layout))
+    assert system.step_s == expected.step_s and system.memory == expected.memory
+    assert "zero-bubble" in system.how and "microbatch 2;" in system.how
+    assert job.today is not None
+    plain = compare_systems(replace(job, today=CurrentRun(llm=job.today.llm)), names=["today"])
+    assert plain.systems["today"].step_s != system.step_s
+
+
+@pytest.mark.parametrize(
+    ("placement", "stated", "problem"),
+    [
+        ("fsdp", "schedule: 1f1b", "is stated, and fsdp has its own"),
+        ("stage0", "reshard_after_forward: true", "is stated, and stage0 is not sharded"),
+        ("stage0", "recompute: {audio: full}", "audio"),
+        ("stage0", "tp_overlapped: 1.5", "tp_overlapped"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(
+    placement: str, stated: str, problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{TODAY.replace('PLACEMENT', placement)}  {stated}\n")
+    with pytest.raises(UserError, match=problem):
+        find_job(path)
 
 
 @pytest.mark.ci

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from optimus import __version__
+from optimus.cli.accuracy import AccuracyCommand
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
 from optimus.cli.checkpoint import CheckpointCommand
@@ -45,6 +46,7 @@ COMMANDS: dict[str, type[Any]] = {
     "plan": PlanCommand,
     "why": WhyCommand,
     "sweep": SweepCommand,
+    "accuracy": AccuracyCommand,
     "check": CheckCommand,
     "diff": DiffCommand,
     "deal": DealCommand,

@@ -18,13 +18,13 @@ from optimus.job.yaml_parser import parse_yaml
 Kind = Literal["models", "modules", "clusters", "jobs"]
 ModuleKind = Literal["encoder", "llm"]
 
-_ROOT = Path(optimus.catalog.__file__).parent
+CATALOG = Path(optimus.catalog.__file__).parent
 
 
 @cache
 def list_catalog_names(kind: Kind) -> tuple[str, ...]:
     """Returns all names of one kind, sorted; jobs in folders are `folder/name`."""
-    folder = _ROOT / kind
+    folder = CATALOG / kind
     return tuple(
         sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
     )
@@ -33,7 +33,7 @@ def list_catalog_names(kind: Kind) -> tuple[str, ...]:
 @cache
 def list_gpu_curves() -> tuple[str, ...]:
     """Returns the valid values of `gpu.curves`: the systems with measured curves, and `flat`."""
-    return (*sorted(path.name for path in (_ROOT / "curves").iterdir() if path.is_dir()), FLAT)
+    return (*sorted(path.name for path in (CATALOG / "curves").iterdir() if path.is_dir()), FLAT)
 
 
 def resolve_gpu_curves(name: str) -> str:
@@ -54,7 +54,7 @@ def list_cluster_aliases() -> dict[str, str]:
 @cache
 def load_catalog_node(kind: Kind, name: str) -> DocumentNode:
     """Returns the root of a catalog file that exists."""
-    path = _ROOT / kind / f"{name}.yaml"
+    path = CATALOG / kind / f"{name}.yaml"
     return parse_yaml(read_text(path), file=f"catalog/{kind}/{name}.yaml")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,25 @@ from typing import Any
 from optimus.job.cluster import Cluster
 from optimus.job.data_source import DataSource
 from optimus.job.layout import LayoutConstraints, PartialLayout
-from optimus.job.model import Model
+from optimus.job.model import Model, Recompute
 from optimus.job.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentRun:
-    """The job as it runs now: the system `today`; its measurements calibrate the cost model."""
+    """The job as it runs now: the system `today`; its measurements calibrate the cost model.
+
+    What is None is chosen as for other systems.
+    """
 
     framework: str = ""
     llm: PartialLayout = field(default_factory=PartialLayout)
     placement: str = "stage0"  # of the encoders: a `CurrentPlacement`
+    microbatch_sequences: int | None = None
+    schedule: str | None = None  # a `CurrentSchedule`, of `stage0` and `balanced`
+    reshard_after_forward: bool | None = None  # of `fsdp`: ZeRO-3, else ZeRO-2
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)  # by module
+    tp_overlapped: float | None = None  # share of the TP traffic
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
 

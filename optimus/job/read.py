@@ -23,7 +23,14 @@ from optimus.job.cluster import GB, Cluster, ClusterBlock, Gpu, Link, LinkBlock
 from optimus.job.data_source import CONFIG, DataSource, find_model_dir, read_data_source
 from optimus.job.hf_config import read_hf_config
 from optimus.job.job import CurrentRun, Job, adapt_to_other_cluster
-from optimus.job.layout import CurrentPlacement, LayoutConstraints, PartialLayout, SearchLimits, parse_layout
+from optimus.job.layout import (
+    CurrentPlacement,
+    CurrentSchedule,
+    LayoutConstraints,
+    PartialLayout,
+    SearchLimits,
+    parse_layout,
+)
 from optimus.job.model import Encoder, Llm, Model, Precision, Recompute
 from optimus.job.nodes import (
     NO_FILE,
@@ -35,7 +42,7 @@ from optimus.job.nodes import (
     make_argument_node,
     merge_yaml,
 )
-from optimus.job.typed import Amount, read_typed, refuse_unknown_keys
+from optimus.job.typed import Amount, Count, Share, read_typed, refuse_unknown_keys
 from optimus.job.workload import assume_workload, read_workload
 from optimus.job.yaml_parser import load_yaml
 
@@ -56,6 +63,11 @@ class TodayBlock:
 
     framework: str = ""
     layout: object = None
+    microbatch_sequences: Count | None = None
+    schedule: CurrentSchedule | None = None
+    reshard_after_forward: bool | None = None
+    recompute: object = None
+    tp_overlapped: Share | None = None
     measured: MeasuredBlock = field(default_factory=MeasuredBlock)
 
 
@@ -260,15 +272,35 @@ def _today(node: DocumentNode, block: TodayBlock, model: Model) -> CurrentRun:
             if placement != layout[encoders[0]].value:
                 problem = f"differs from {layout[encoders[0]].field} = {layout[encoders[0]].value}"
                 raise layout[name].error(problem, "place all encoders alike")
+    _refuse_unused_recipe(node, block, placement)
+    recompute: dict[str, Recompute] = {}
+    if block.recompute is not None:
+        refuse_unknown_keys(node["recompute"], [module.name for module in model.modules])
+        recompute = read_typed(dict[str, Recompute], node["recompute"])
     measured = block.measured
     peak = measured.peak_memory_gb
     return CurrentRun(
         framework=block.framework,
         llm=llm,
         placement=placement,
+        microbatch_sequences=block.microbatch_sequences,
+        schedule=block.schedule,
+        reshard_after_forward=block.reshard_after_forward,
+        recompute=recompute,
+        tp_overlapped=block.tp_overlapped,
         measured_step_s=measured.step_s,
         measured_memory_bytes=None if peak is None else peak * GB,
     )
+
+
+def _refuse_unused_recipe(node: DocumentNode, block: TodayBlock, placement: str) -> None:
+    """Refuses a schedule or sharding that a placement does not have."""
+    if block.schedule is not None and placement not in ("stage0", "balanced"):
+        raise node["schedule"].error(f"is stated, and {placement} has its own", "leave it out")
+    if block.reshard_after_forward is not None and placement != "fsdp":
+        raise node["reshard_after_forward"].error(
+            f"is stated, and {placement} is not sharded", "leave it out"
+        )
 
 
 def _expand_cluster(node: DocumentNode, folder: Path = Path()) -> DocumentNode:

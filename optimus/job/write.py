@@ -45,6 +45,7 @@ layout:                                  # for example llm: {tp: 8, pp: 4}, visi
 # today:                                 # how the job runs now: becomes the system "today" in every table
 #   framework: megatron-core
 #   layout: {llm: {pp: 1, tp: 8}, vision: stage0}
+#   microbatch_sequences: 1              # also schedule, recompute, tp_overlapped, reshard_after_forward
 #   measured: {step_s: 10, peak_memory_gb: 70}
 # run: {steps: 20000}                    # data, optimizer, paths: never part of a plan's hash
 """

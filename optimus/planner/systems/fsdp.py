@@ -17,7 +17,7 @@ from optimus.job.job import Job
 from optimus.job.layout import Layout, divisors
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningContext, describe_recompute
-from optimus.planner.systems.base import BaseSystem
+from optimus.planner.systems.base import BaseSystem, SimulatedSystem
 from optimus.planner.systems.colocated_plan import Sharding
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.pipeline_schedule import ParameterTraffic
@@ -125,6 +125,8 @@ class FsdpSystem(BaseSystem):
     searches_layouts = False
     simulate_within = FSDP_WITHIN
     tp: int | None = None  # every width if None
+    sequences: int | None = None  # of a microbatch; every number that divides a rank's if None
+    sharding: Sharding | None = None  # of parameters or gradients; both if None
 
     def keeps_layout(self, job: Job) -> bool:
         """Returns whether the job states no pipeline and no context parallelism."""
@@ -139,8 +141,24 @@ class FsdpSystem(BaseSystem):
                     f"no sequence has items of {encoder.name}, whose layers are gathered when they run",
                     "leave the encoder out, or use another system",
                 )
-        candidates = list_fsdp_candidates(pipelines.context, job.model.modules)
-        return (c for c in candidates if self.tp in (None, c.layout.tp))
+        listed = list_fsdp_candidates(pipelines.context, job.model.modules, fitting=self.sequences is None)
+        for candidate in listed:
+            stated = (self.tp, self.sequences, self.sharding)
+            own = (candidate.layout.tp, candidate.sequences, candidate.sharding)
+            if all(wanted in (None, value) for wanted, value in zip(stated, own, strict=True)):
+                yield candidate
+
+    def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
+        """Simulates the fastest candidate that fits; a stated one is reported as not fitting."""
+        candidates = pipelines.candidates(self)
+        if self.sequences is None or any(candidate.fits for candidate in candidates):
+            return super().simulate(pipelines)
+        if not candidates:
+            raise DoesNotFit(
+                f"fsdp has no microbatches of {self.sequences} sequences on {pipelines.context.layout}",
+                "state a microbatch_sequences that divides the sequences of a rank",
+            )
+        return self.simulate_candidate(min(candidates, key=lambda candidate: candidate.estimate_s))
 
 
 def _can_keep_layout(job: Job) -> bool:
@@ -149,11 +167,12 @@ def _can_keep_layout(job: Job) -> bool:
 
 
 def list_fsdp_candidates(
-    context: PlanningContext, modules: tuple[Encoder | Llm, ...]
+    context: PlanningContext, modules: tuple[Encoder | Llm, ...], *, fitting: bool = True
 ) -> Iterator[FsdpCandidate]:
     """Yields every tp and microbatch size of some modules with the least recomputation that fits.
 
-    What the job states of the LLM's layout is kept, unless fsdp cannot have it.
+    What the job states of the LLM's layout is kept, unless fsdp cannot have it. Where not only `fitting` ones
+    are asked for, those that never fit have the most recomputation.
     """
     job = context.job
     stated = job.layout.of(LLM).stated() if _can_keep_layout(job) else {}
@@ -173,19 +192,21 @@ def list_fsdp_candidates(
         if job.workload.sequences_per_step < dp:
             continue
         for sequences, sharding in product(divisors(busiest), (Sharding.PARAMETERS, Sharding.GRADIENTS)):
-            choice = _first_fitting(context, modules, layout, sequences, busiest // sequences, sharding)
-            if choice is not None:
+            microbatches = busiest // sequences
+            choice = _least_recomputed(context, modules, layout, sequences, microbatches, sharding)
+            if choice.fits or not fitting:
                 yield choice
 
 
-def _first_fitting(
+def _least_recomputed(
     context: PlanningContext,
     modules: tuple[Encoder | Llm, ...],
     layout: Layout,
     sequences: int,
     microbatches: int,
     sharding: Sharding,
-) -> FsdpCandidate | None:
+) -> FsdpCandidate:
+    """Returns the candidate with the least recomputation that fits, or with the most."""
     for policy in context.recompute_policies(modules):
         layers = context.layers(modules, sequences, policy, layout)
         choice = FsdpCandidate(
@@ -200,5 +221,5 @@ def _first_fitting(
             sharding=sharding,
         )
         if choice.fits:
-            return choice
-    return None
+            break
+    return choice

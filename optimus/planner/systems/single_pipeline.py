@@ -22,6 +22,7 @@ class FixedCutSystem(BaseSystem):
 
     makes_plan = True
     chunks: int | None = None  # V; the job's, or if that is open every V that divides the LLM's layers
+    order_name: str | None = None  # (interleaved) 1F1B if None
 
     @abstractmethod
     def cut(self, context: PlanningContext, layers: Sequence[PricedLayer], parts: int) -> Cut:
@@ -67,7 +68,7 @@ class FixedCutSystem(BaseSystem):
                 context=context,
                 layers=layers,
                 cut=self.cut(context, layers, layout.virtual_stages),
-                order_name="1f1b" if chunks == 1 else "interleaved",
+                order_name=self.order_name or ("1f1b" if chunks == 1 else "interleaved"),
                 microbatches=batch[0],
                 layout=layout,
                 sequences=sequences,

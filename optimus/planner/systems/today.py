@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from optimus.errors import DoesNotFit
 from optimus.job.job import CurrentRun, Job
 from optimus.job.layout import Layout
+from optimus.job.model import Model, Recompute
 from optimus.planner.context import PlanningContext
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
+from optimus.planner.systems.colocated_plan import Sharding
 from optimus.planner.systems.fsdp import FsdpSystem
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.registry import load_system
@@ -52,26 +54,38 @@ def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
     today = context.job.today
     assert today is not None, "the job has no `today` section"
     at_layout = _context_today(context, today)
+    chunks, tp = at_layout.layout.chunks, today.llm.tp
     match today.placement:
         case "stage0":
-            system: System = Stage0System(chunks=at_layout.layout.chunks)
+            system: System = Stage0System(chunks=chunks, order_name=today.schedule)
         case "balanced":
-            system = BalancedSystem(chunks=at_layout.layout.chunks)
+            system = BalancedSystem(chunks=chunks, order_name=today.schedule)
         case "fsdp":
-            system = FsdpSystem(tp=today.llm.tp)
+            reshards = today.reshard_after_forward
+            sharding = None if reshards is None else (Sharding.GRADIENTS, Sharding.PARAMETERS)[reshards]
+            system = FsdpSystem(tp=tp, sequences=today.microbatch_sequences, sharding=sharding)
         case name:
             system = load_system(name)
     return system, LlmPipelines(at_layout)
 
 
 def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningContext:
-    """Returns the context at today's layout; what is not stated is 1, dp follows, and no items are dealt."""
-    job = context.job
+    """Returns the context of today's recipe.
+
+    Axes that are not stated are 1, dp follows, and no items are dealt.
+    """
+    job, assumptions = context.job, context.cost_model.assumptions
     stated = {axis: size for axis, size in today.llm.stated().items() if axis != "dp"}
     layout = Layout(**stated)
     layout = layout.with_(dp=job.cluster.gpus // layout.gpus)
+    if today.tp_overlapped is not None:
+        context = context.with_assumptions(replace(assumptions, tp_overlapped_share=today.tp_overlapped))
     limits = replace(job.layout.limits, deal_items=False)
-    drawn = replace(job, layout=replace(job.layout, limits=limits))
+    if today.microbatch_sequences is not None:
+        limits = replace(limits, microbatch_sequences=(today.microbatch_sequences,))
+    drawn = replace(
+        job, model=_recomputed(job.model, today.recompute), layout=replace(job.layout, limits=limits)
+    )
     for sequences in limits.microbatch_sequences:
         at_layout = replace(context, job=drawn, layout=layout, microbatch_sequences=sequences)
         if layout.gpus == job.cluster.gpus and at_layout.microbatches(sequences) is not None:
@@ -80,4 +94,14 @@ def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningConte
         f"today's layout {layout} does not divide {job.cluster.gpus} GPUs and "
         f"{job.workload.sequences_per_step} sequences",
         "state all of today.layout.llm: dp, pp and tp",
+    )
+
+
+def _recomputed(model: Model, recompute: Mapping[str, Recompute]) -> Model:
+    """Returns a model whose modules are recomputed as stated."""
+    encoders, llm = model.encoders, model.llm
+    return replace(
+        model,
+        encoders=tuple(replace(e, recompute=recompute.get(e.name, e.recompute)) for e in encoders),
+        llm=replace(llm, recompute=recompute.get(llm.name, llm.recompute)),
     )

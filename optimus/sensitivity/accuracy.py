@@ -1,0 +1,130 @@
+"""Compares predicted with published steps, run by run and group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean, median
+
+import numpy as np
+
+from optimus.cost.assumptions import Assumptions, get_preset
+from optimus.ir.op import Floats, Ints
+from optimus.job.measured_runs import MeasuredRun, load_measured_runs
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.llm_only import LlmPipelines
+from optimus.planner.systems.today import TodaySystem
+
+MIN_RANKED = 4  # layouts of one model, from which their order is compared
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """A published step and the one that the cost model predicts at its layout."""
+
+    run: MeasuredRun
+    step_s: float
+    peak_bytes: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less 1."""
+        return self.step_s / self.run.step_s - 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAccuracy:
+    """How far predictions of a group of runs are off."""
+
+    name: str
+    runs: int
+    bias: float  # mean error
+    median: float  # of absolute errors
+    p90: float
+
+    @classmethod
+    def of(cls, name: str, predicted: Sequence[PredictedRun]) -> GroupAccuracy:
+        errors = [each.error for each in predicted]
+        sizes = [abs(error) for error in errors]
+        return cls(
+            name=name,
+            runs=len(errors),
+            bias=fmean(errors),
+            median=median(sizes),
+            p90=float(np.quantile(sizes, 0.9)),
+        )
+
+
+def predict_runs(
+    assumptions: Assumptions | str = "default",
+    *,
+    runs: Iterable[MeasuredRun] | None = None,
+    progress: Progress = lambda name, done, total: None,
+) -> list[PredictedRun]:
+    """Simulates every published step as it was run; nothing is searched, and nothing is calibrated."""
+    chosen = load_measured_runs() if runs is None else tuple(runs)
+    base = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
+    predicted = []
+    for place, run in enumerate(chosen):
+        progress(run.id, place, len(chosen))
+        predicted.append(predict_run(run, base))
+    return predicted
+
+
+def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
+    """Simulates one published step as it was run."""
+    assumed = replace(assumptions, fused_attention=run.fused_attention)
+    context, _ = choose_smallest_context(run.job, assumed)
+    simulated = TodaySystem().simulate(LlmPipelines(context))
+    return PredictedRun(run=run, step_s=simulated.step_s, peak_bytes=simulated.memory.total)
+
+
+def group_runs(predicted: Sequence[PredictedRun]) -> Iterator[GroupAccuracy]:
+    """Yields the accuracy of all runs, then by split, GPU, system and source."""
+    yield GroupAccuracy.of("all", predicted)
+    for key in ("split", "gpu", "system", "source"):
+        by_name = sorted(predicted, key=lambda each: str(getattr(each.run, key)))
+        for name, members in groupby(by_name, key=lambda each: str(getattr(each.run, key))):
+            yield GroupAccuracy.of(name, list(members))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedLayouts:
+    """How well predictions order the layouts of one model on the same GPUs, by tokens a second."""
+
+    model: str
+    gpu: str
+    gpus: int
+    layouts: int
+    correlation: float  # of ranks (Spearman)
+    lost: float  # share of the best published speed at the layout that is predicted to be fastest
+
+
+def rank_layouts(predicted: Sequence[PredictedRun]) -> Iterator[RankedLayouts]:
+    """Yields the models of which several layouts were measured on as many GPUs by one source."""
+
+    def key(each: PredictedRun) -> tuple[str, str, str, int, int]:
+        run = each.run
+        return run.source, run.model, run.gpu, run.gpus, run.sequence_tokens
+
+    for (_, model, gpu, gpus, _), members in groupby(sorted(predicted, key=key), key=key):
+        alike = list(members)
+        if len({each.run.layout for each in alike}) >= MIN_RANKED:
+            batches = np.array([each.run.sequences_per_step for each in alike])
+            published = batches / np.array([each.run.step_s for each in alike])
+            ours = batches / np.array([each.step_s for each in alike])
+            yield RankedLayouts(
+                model=model,
+                gpu=gpu,
+                gpus=gpus,
+                layouts=len(alike),
+                correlation=float(np.corrcoef(_ranks(published), _ranks(ours))[0, 1]),
+                lost=float(1 - published[ours.argmax()] / published.max()),
+            )
+
+
+def _ranks(values: Floats) -> Ints:
+    return values.argsort().argsort()

@@ -1,0 +1,136 @@
+"""Published steps are complete, each is predicted as it was run, and errors are counted by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus.cli import run
+from optimus.cli.flags import OK, USER_ERROR
+from optimus.cost.assumptions import get_preset
+from optimus.job.catalog_files import CATALOG
+from optimus.job.measured_runs import MeasuredRun, load_measured_runs
+from optimus.planner.compare import compare_systems
+from optimus.sensitivity.accuracy import (
+    GroupAccuracy,
+    PredictedRun,
+    group_runs,
+    predict_run,
+    rank_layouts,
+)
+
+RUNS = {run.id: run for run in load_measured_runs()}
+
+
+def test_runs_are_complete() -> None:
+    text = (CATALOG / "measured" / "steps.csv").read_text()
+    assert len(RUNS) == len(load_measured_runs()) == 114
+    for each in RUNS.values():
+        assert each.dp * each.pp * each.tp * each.cp == each.gpus, each.id
+        assert each.sequences_per_step % (each.dp * each.microbatch_sequences) == 0, each.id
+        assert each.layers % (each.pp * each.chunks) == 0 or each.source == "nvidia-dgxc", each.id
+        assert each.heads % each.tp == 0 and each.recompute != "auto", each.id
+        assert f"# {each.source}: " in text, each.id
+
+
+def test_no_model_of_a_source_is_both_fitted_and_held_out() -> None:
+    def model(each: MeasuredRun) -> tuple[str, str]:
+        name, dash, layers = each.model.rpartition("-")
+        return each.source, name if dash and layers[:-1].isdigit() and layers.endswith("l") else each.model
+
+    by_split = {
+        split: {model(each) for each in RUNS.values() if each.split == split} for split in ("fit", "held-out")
+    }
+    assert not by_split["fit"] & by_split["held-out"]
+    assert ("simumax", "llama3-405b") in by_split["held-out"], "proxies go with their model"
+    for key in ("gpu", "system"):
+        kinds = {
+            split: {getattr(each, key) for each in RUNS.values() if each.split == split} for split in by_split
+        }
+        assert kinds["fit"] == kinds["held-out"]
+
+
+@pytest.mark.parametrize("name", ["dgxc-nem15b-16", "korthi-gpt-22b-full", "mpt-h100-7b-2048-8"])
+def test_a_run_is_predicted_as_the_command_simulates_it(name: str) -> None:
+    """`optimus simulate` of the same job searches a floor, too, and must not change the step."""
+    each = RUNS[name]
+    assumed = replace(get_preset("default"), fused_attention=each.fused_attention)
+    system = compare_systems(each.job, names=["today"], assumptions=assumed).systems["today"]
+    predicted = predict_run(each, get_preset("default"))
+    assert predicted.step_s == system.step_s and predicted.peak_bytes == system.memory.total
+    assert each.layout.replace(" ", "").startswith(f"dp{each.dp}")
+
+
+def test_the_recipe_is_what_is_simulated() -> None:
+    """Each part of it changes the step, in the direction that it must."""
+    each, base = RUNS["dgxc-405b8l-32"], get_preset("default")
+    step_s = predict_run(each, base).step_s
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({"recompute": "full"}, True),
+        ({"tp_overlapped": 0.0}, True),
+        ({"fused_attention": False, "recompute": "selective"}, True),
+        ({"sequences_per_step": each.sequences_per_step // 2}, False),
+        ({"memory_tb_per_s": 1.0}, True),
+    ]
+    for change, is_slower in changes:
+        other_s = predict_run(replace(each, **change), base).step_s
+        assert (other_s > step_s) is is_slower and other_s != step_s, change
+    sharded = RUNS["mpt-h100-7b-2048-8"]
+    assert (
+        predict_run(replace(sharded, microbatch_sequences=2), base).step_s
+        != predict_run(sharded, base).step_s
+    )
+
+
+def test_a_run_that_our_memory_refuses_is_simulated_all_the_same() -> None:
+    each = replace(RUNS["mpt-h100-7b-2048-8"], microbatch_sequences=64, sequences_per_step=512)
+    predicted = predict_run(each, get_preset("default"))
+    assert predicted.peak_bytes > 80e9 and predicted.step_s > 0
+
+
+def off_by(errors: list[float], **fields: Any) -> list[PredictedRun]:
+    """Runs of 1 s that are predicted with these errors."""
+    base = replace(RUNS["dgxc-8b-8"], step_s=1.0, **fields)
+    return [PredictedRun(run=base, step_s=1 + error, peak_bytes=0.0) for error in errors]
+
+
+def test_errors_by_hand() -> None:
+    group = GroupAccuracy.of("all", off_by([-0.2, 0.1, 0.0, -0.3, 0.4]))
+    assert group.runs == 5 and group.bias == pytest.approx(0.0) and group.median == pytest.approx(0.2)
+    assert group.p90 == pytest.approx(0.3 + 0.6 * 0.1)
+    both = [*off_by([0.1], gpu="h100"), *off_by([-0.3], gpu="a100", split="fit", system="fsdp")]
+    found = {group.name: group for group in group_runs(both)}
+    assert list(found) == ["all", "fit", "held-out", "a100", "h100", "fsdp", "pipeline", "nvidia-dgxc"]
+    assert found["a100"].bias == pytest.approx(-0.3) and found["all"].bias == pytest.approx(-0.1)
+
+
+def test_orders_by_hand() -> None:
+    """Published 1, 2, 3, 4 s; predicted in the order 2, 1, 3, 4: correlation 1 - 6 * 2 / 60."""
+    steps = ((1.0, 0.9), (2.0, 0.8), (3.0, 2.0), (4.0, 2.5))
+    predicted = [
+        PredictedRun(run=replace(RUNS["dgxc-8b-8"], tp=tp, step_s=published), step_s=ours, peak_bytes=0.0)
+        for tp, (published, ours) in enumerate(steps, start=1)
+    ]
+    (ranked,) = rank_layouts(predicted)
+    assert ranked.layouts == 4 and ranked.correlation == pytest.approx(0.8)
+    assert ranked.lost == pytest.approx(0.5), "2 s where 1 s was possible"
+    assert not list(rank_layouts(predicted[:3]))
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["accuracy", "--only", "torchtitan", "fit", "--json"]) == OK
+    result = json.loads(capsys.readouterr().out)
+    assert {each["id"] for each in result["runs"]} == {"titan-8b-8", "titan-8b-128", "titan-8b-64-tp8"}
+    assert result["groups"][0]["runs"] == 3
+    for each in result["runs"]:
+        assert each["error"] == pytest.approx(each["predicted_s"] / each["step_s"] - 1)
+    assert run(["accuracy", "--only", "torchtitan", "--runs"]) == OK
+    assert "titan-70b-256" in capsys.readouterr().out
+    assert run(["accuracy", "--only", "nemo"]) == USER_ERROR
+    assert "is no group of published runs" in capsys.readouterr().err
+    assert run(["accuracy", "--only", "a100", "b200"]) == USER_ERROR
+    assert "leave no published run" in capsys.readouterr().err
