@@ -85,6 +85,7 @@ def test_what_compute_pays_for_a_collective_is_found(slowdown: float) -> None:
     assert found == pytest.approx(slowdown, abs=1e-9)
 
 
+@pytest.mark.alone  # on cores that others use, products alone take as long
 @pytest.mark.ci("engine")
 def test_two_processes_measure_what_compute_pays_for_a_collective() -> None:
     """Gloo copies and adds on the core that computes: it cannot be for nothing."""
