@@ -9,6 +9,7 @@ from optimus.cli.console import announce_compilation, print_result, progress_bar
 from optimus.cli.flags import OK, JsonFlag, PresetFlag, describe_option
 from optimus.cli.text import align_columns, wrap_remark, wrap_text
 from optimus.cost.assumptions import get_preset
+from optimus.environment import usable_cores
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_seconds
 
@@ -54,7 +55,7 @@ class AccuracyCommand:
             raise UserError(field="--only", value=" ".join(self.only), problem=problem, hint=hint)
         assumptions = get_preset(self.preset)
         with progress_bar("predicting") as progress, announce_compilation():
-            predicted = predict_runs(assumptions, runs=chosen, progress=progress)
+            predicted = predict_runs(assumptions, runs=chosen, cores=usable_cores(), progress=progress)
         groups, ranked = list(group_runs(predicted)), list(rank_layouts(predicted))
         result = {
             "schema": SCHEMA,

@@ -12,6 +12,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.ir.op import Floats, Ints
 from optimus.job.measured_runs import MeasuredRun, load_measured_runs
+from optimus.planner.forked import compute_by_key
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.today import TodaySystem
@@ -62,24 +63,35 @@ def predict_runs(
     assumptions: Assumptions | str = "default",
     *,
     runs: Iterable[MeasuredRun] | None = None,
+    cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> list[PredictedRun]:
     """Simulates every published step as it was run; nothing is searched, and nothing is calibrated."""
     chosen = load_measured_runs() if runs is None else tuple(runs)
     base = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
-    predicted = []
-    for place, run in enumerate(chosen):
-        progress(run.id, place, len(chosen))
-        predicted.append(predict_run(run, base))
-    return predicted
+    by_place = compute_by_key(
+        lambda place: predict_run(chosen[place], base),
+        {place: float(_count_ops(run)) for place, run in enumerate(chosen)},
+        cores=cores,
+        report=lambda place: progress(chosen[place].id, place, len(chosen)),
+    )
+    return [by_place[place] for place in range(len(chosen))]
+
+
+def _count_ops(run: MeasuredRun) -> int:
+    """Returns about how many ops of layers a simulation has."""
+    return run.layers * run.sequences_per_step // (run.dp * run.microbatch_sequences)
 
 
 def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
     """Simulates one published step as it was run."""
     assumed = replace(assumptions, fused_attention=run.fused_attention)
     context, _ = choose_smallest_context(run.job, assumed)
-    simulated = TodaySystem().simulate(LlmPipelines(context))
-    return PredictedRun(run=run, step_s=simulated.step_s, peak_bytes=simulated.memory.total)
+    (candidate,) = TodaySystem().candidates(LlmPipelines(context))
+    result = candidate.search_result()
+    memories = candidate.memories if result is None else result.memories
+    peak_bytes = max(memory.total for memory in memories)
+    return PredictedRun(run=run, step_s=candidate.simulated()[1].step_s, peak_bytes=peak_bytes)
 
 
 def group_runs(predicted: Sequence[PredictedRun]) -> Iterator[GroupAccuracy]:
