@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from optimus.cli.console import announce_compilation, print_result, progress_bar
 from optimus.cli.flags import OK, JsonFlag, PresetFlag, describe_option
 from optimus.cli.text import align_columns, wrap_remark, wrap_text
-from optimus.cost.assumptions import get_preset
 from optimus.environment import usable_cores
 from optimus.errors import UserError
 from optimus.render.format_numbers import format_seconds
@@ -40,6 +39,7 @@ class AccuracyCommand:
     json: JsonFlag = False
 
     def __call__(self) -> int:
+        from optimus.cost.assumptions import get_preset
         from optimus.job.measured_runs import load_measured_runs
         from optimus.sensitivity.accuracy import group_runs, predict_runs, rank_layouts
 

@@ -128,22 +128,22 @@ def format_header(comparison: Comparison) -> list[str]:
     lines = wrap_text("cost model", f"{comparison.source}; preset {_preset(comparison)}")
     for note in comparison.profile_notes:
         lines += wrap_text("profile", note)
-    lines += wrap_text("llm layout", _llm_layout(comparison))
+    lines += wrap_text(*_layouts(comparison))
     lines += wrap_text("data", _data(comparison))
     for note in comparison.job.notes:
         lines += wrap_text("assumed", note)
     return lines
 
 
-def _llm_layout(comparison: Comparison) -> str:
-    """Names the LLM's layout and the search that it comes from."""
+def _layouts(comparison: Comparison) -> tuple[str, str]:
+    """Names the LLM's layout that is stated, or counts those that were searched."""
     if comparison.is_stated:
-        return f"{comparison.context.layout} (as stated)"
+        return "llm layout", f"{comparison.context.layout} (as stated)"
     slower = sum(layout.reason.startswith("slower") for layout in comparison.rejected)
+    fit = f"{slower + comparison.compared} fit as pipelines, {slower} are slower"
     return (
-        f"{comparison.context.layout}, of {comparison.considered} layouts: "
-        f"{slower + comparison.compared} fit, {slower} are slower, "
-        f"{comparison.compared} compared in all systems"
+        "layouts",
+        f"{comparison.considered} of the LLM: {fit}, {comparison.compared} compared in all systems",
     )
 
 

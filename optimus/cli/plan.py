@@ -36,7 +36,6 @@ from optimus.cli.text import (
 )
 from optimus.environment import usable_cores
 from optimus.errors import UserError
-from optimus.ir.ranks import LLM
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
@@ -166,6 +165,7 @@ class PlanCommand:
     def _written(self, planned: PlanningResult, output: Path, digest: str) -> list[str]:
         """Writes the trace, and returns the files written and the commands to try next."""
         from optimus.ir.plan import FORMAT
+        from optimus.ir.ranks import LLM
 
         plan, size_mb = planned.plan, output.stat().st_size / 1e6
         lines = wrap_closing_line(
@@ -179,7 +179,7 @@ class PlanCommand:
             lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         layout = plan.modules[LLM].layout
         why = f"optimus why {output} {suggest_neighbour_layout(layout)}"
-        run = suggest_run_command(
+        run, remark = suggest_run_command(
             self.job,
             self.on,
             self.target,
@@ -187,23 +187,28 @@ class PlanCommand:
             layout=layout,
             plan=output,
         )
-        return [*lines, *format_next_commands(f"optimus report {output}", why, run)]
+        lines += format_next_commands(run, label="run")
+        lines += wrap_closing_line("", remark) if remark else []
+        return [*lines, *format_next_commands(f"optimus report {output}", why)]
 
 
 def suggest_run_command(
     job: str, on: str | None, target: str | None, *, model: Model, layout: Layout, plan: Path
-) -> str:
-    """Names the command that runs the plan or exports it, or plans what the engine or Megatron runs."""
+) -> tuple[str, str]:
+    """Names the command that runs the plan or exports it, or makes one that can be run, and a remark."""
     from optimus.job.own_layers import find_unsplittable, find_untrainable
 
     if target not in (None, "engine"):
-        return f"optimus export {plan} --to {target}"
+        return f"optimus export {plan} --to {target}", ""
     where = "" if on is None else f" --on {on}"
-    if find_untrainable(model) is not None:
-        return f"optimus plan {job}{where} --for megatron"
+    refused = find_untrainable(model)
+    if refused is not None:
+        remark = f"(our engine does not run {refused.field} = {refused.value})"
+        return f"optimus plan {job}{where} --for megatron", remark
     if layout.ep > 1 or (layout.cp > 1 and find_unsplittable(model.llm) is not None):
-        return f"optimus plan {job}{where} --for engine"
-    return f"optimus train {job} --plan {plan}{where} --dry-run"
+        return f"optimus plan {job}{where} --for engine", f"(our engine does not run {layout})"
+    remark = "(first with --dry-run: memory and messages of every rank, without GPUs)"
+    return f"optimus train {job} --plan {plan}{where}", remark
 
 
 def suggest_neighbour_layout(layout: Layout) -> str:

@@ -47,11 +47,11 @@ def wrap_closing_line(label: str, text: str) -> list[str]:
     return wrap_text(label, text, indent=SHORT_MARGIN)
 
 
-def format_next_commands(*commands: str) -> list[str]:
+def format_next_commands(*commands: str, label: str = "next") -> list[str]:
     """Lists commands to try next; one that is too long is continued before a flag, as a shell reads it."""
     lines: list[str] = []
     for command in commands:
-        margin = " " * SHORT_MARGIN if lines else "next".ljust(SHORT_MARGIN)
+        margin = " " * SHORT_MARGIN if lines else label.ljust(SHORT_MARGIN)
         lines += _fill(re.split(r" (?=--)", command), margin, " " * (SHORT_MARGIN + 4), end=" \\")
     return lines
 

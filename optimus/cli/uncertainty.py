@@ -16,11 +16,11 @@ def format_recommendation(planned: RecommendedPlan) -> list[str]:
     recommendation, strategy = planned.recommendation, planned.plan.strategy
     first, *reasons = recommendation.sentence.split("; ")
     lines = wrap_text("recommended", first)
+    if len(recommendation.drawn) > 1 and recommendation.steps.simulations > 1:
+        steps = ", ".join(f"{name} {each.mean_s:.4g} s" for name, each in recommendation.drawn.items())
+        lines += wrap_text("", f"over drawn batches, not at their mean as above: {steps}")
     for reason in reasons:
         lines += wrap_text("", reason)
-    if len(recommendation.drawn) > 1 and recommendation.steps.simulations > 1:
-        steps = (f"{name} {each.mean_s:.4g} s" for name, each in recommendation.drawn.items())
-        lines += wrap_text("", f"over drawn batches: {', '.join(steps)}")
     reference = planned.reference
     if reference is not None and reference.name != recommendation.name:
         speedup = planned.speedup.get(reference.name, 1.0)

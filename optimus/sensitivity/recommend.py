@@ -35,6 +35,7 @@ MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may 
 NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
 MIN_HELD = 0.5  # of perturbed cost models, in which a system stays about the fastest to be preferred so
 FILLED = "optimus"
+GAINS_NOTHING = "gains nothing here"
 
 Progress = Callable[[str, int, int], None]
 
@@ -85,7 +86,8 @@ class Recommendation:
             held = None if self.sure is None else self.sure.perturbed.holds(name)
             if held is not None and held.mean() < min(MIN_HELD, self.sure_share):
                 within = f"within {MIN_SPEEDUP_WORTH_FILLING - 1:.0%} of the fastest"
-                reasons[name] = f"is {within} in only {held.sum()} of {len(held)} perturbed cost models"
+                count = f"{held.sum()} of {len(held)} perturbed cost models"
+                reasons[name] = f"is {within} in less than half, {count}"
             else:
                 share = self.systems[name].peak_bytes / self.capacity_bytes
                 reasons[name] = f"needs {share:.0%} of the memory"
@@ -138,8 +140,8 @@ class Recommendation:
             allowed = f"within the {margin} in which the simpler system is recommended"
             if self.fastest in passed_over:
                 allowed = f"but {passed_over[self.fastest]}"
-            less = f"{1 - fastest_s / mean_s:.1%} less"
-            reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {less}, {allowed}")
+            share = f"{1 - fastest_s / mean_s:.1%} less"
+            reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {share}, {allowed}")
         elif self.next_best is not None:
             next_s = self.drawn[self.next_best].mean_s
             longer = f"{next_s / mean_s - 1:.1%} longer"
@@ -149,11 +151,20 @@ class Recommendation:
                 reasons.append(f"{name} is simpler, but {why}")
         gain = self.filling_speedup
         if gain is not None:
-            gained = f"takes {1 - 1 / gain:.1%} less time" if gain >= 1.0005 else "gains nothing here"
+            baseline = next(name for name in self.planned if not fills_bubbles(name))
+            gained = (
+                f"takes {1 - 1 / gain:.1%} less time than {baseline}" if gain >= 1.0005 else GAINS_NOTHING
+            )
             worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
             reasons.append(f"filling bubbles {gained} ({worth}{self._with_tp_overlapped})")
+        overlapped = min(self.planned, key=lambda name: self.systems[name].overlapped_step_s)
+        less = 1 - self.systems[overlapped].overlapped_step_s / self.system.overlapped_step_s
+        if less > MIN_SPEEDUP_WORTH_FILLING - 1:
+            already = f"{OVERLAPPED_TP_SHARE:.0%} of your TP traffic is overlapped already"
+            reasons.append(f"if {already}, {overlapped} takes {less:.1%} less at the mean of the data")
         if self.memory_share > NEARLY_FULL:
-            reasons.append(f"it needs {self.memory_share:.0%} of the memory, which leaves little room")
+            full = f"{self.name} needs {self.memory_share:.0%} of the memory, which leaves little room"
+            reasons.append(full)
         return reasons
 
     @property
