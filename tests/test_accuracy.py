@@ -16,11 +16,11 @@ from optimus.job.catalog_files import CATALOG
 from optimus.job.measured_runs import MeasuredRun, load_measured_runs
 from optimus.planner.compare import compare_systems
 from optimus.sensitivity.accuracy import (
-    GroupAccuracy,
     PredictedRun,
     group_runs,
     predict_run,
     rank_layouts,
+    sum_up_memory,
 )
 
 RUNS = {run.id: run for run in load_measured_runs()}
@@ -95,11 +95,14 @@ def test_a_run_that_our_memory_refuses_is_simulated_all_the_same() -> None:
 def off_by(errors: list[float], **fields: Any) -> list[PredictedRun]:
     """Runs of 1 s that are predicted with these errors."""
     base = replace(RUNS["dgxc-8b-8"], step_s=1.0, **fields)
-    return [PredictedRun(run=base, step_s=1 + error, peak_bytes=0.0) for error in errors]
+    return [
+        PredictedRun(run=base, step_s=1 + error, peak_bytes=0.0, allocated_bytes=(1 + error) * 2**30)
+        for error in errors
+    ]
 
 
 def test_errors_by_hand() -> None:
-    group = GroupAccuracy.of("all", off_by([-0.2, 0.1, 0.0, -0.3, 0.4]))
+    (group, *_) = group_runs(off_by([-0.2, 0.1, 0.0, -0.3, 0.4]))
     assert group.runs == 5 and group.bias == pytest.approx(0.0) and group.median == pytest.approx(0.2)
     assert group.p90 == pytest.approx(0.3 + 0.6 * 0.1)
     both = [*off_by([0.1], gpu="h100"), *off_by([-0.3], gpu="a100", split="fit", system="fsdp")]
@@ -108,11 +111,24 @@ def test_errors_by_hand() -> None:
     assert found["a100"].bias == pytest.approx(-0.3) and found["all"].bias == pytest.approx(-0.1)
 
 
+def test_memory_by_hand() -> None:
+    assert sum_up_memory(off_by([0.1])) is None
+    memory = sum_up_memory([*off_by([0.1, 0.3], peak_gib=1.0), *off_by([0.5])])
+    assert memory is not None and memory.runs == 2 and memory.bias == pytest.approx(0.2)
+    stated = [each for each in RUNS.values() if each.peak_gib is not None]
+    assert len(stated) == 24 and {each.source for each in stated} == {"simumax"}
+
+
 def test_orders_by_hand() -> None:
     """Published 1, 2, 3, 4 s; predicted in the order 2, 1, 3, 4: correlation 1 - 6 * 2 / 60."""
     steps = ((1.0, 0.9), (2.0, 0.8), (3.0, 2.0), (4.0, 2.5))
     predicted = [
-        PredictedRun(run=replace(RUNS["dgxc-8b-8"], tp=tp, step_s=published), step_s=ours, peak_bytes=0.0)
+        PredictedRun(
+            run=replace(RUNS["dgxc-8b-8"], tp=tp, step_s=published),
+            step_s=ours,
+            peak_bytes=0.0,
+            allocated_bytes=0.0,
+        )
         for tp, (published, ours) in enumerate(steps, start=1)
     ]
     (ranked,) = rank_layouts(predicted)

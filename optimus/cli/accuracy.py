@@ -41,7 +41,7 @@ class AccuracyCommand:
     def __call__(self) -> int:
         from optimus.cost.assumptions import get_preset
         from optimus.job.measured_runs import load_measured_runs
-        from optimus.sensitivity.accuracy import group_runs, predict_runs, rank_layouts
+        from optimus.sensitivity.accuracy import group_runs, predict_runs, rank_layouts, sum_up_memory
 
         chosen = load_measured_runs()
         known = sorted({name for run in chosen for name in run.groups})
@@ -57,14 +57,18 @@ class AccuracyCommand:
         with progress_bar("predicting") as progress, announce_compilation():
             predicted = predict_runs(assumptions, runs=chosen, cores=usable_cores(), progress=progress)
         groups, ranked = list(group_runs(predicted)), list(rank_layouts(predicted))
+        memory = sum_up_memory(predicted)
         result = {
             "schema": SCHEMA,
             "assumptions": assumptions.describe(),
             "groups": [asdict(group) for group in groups],
+            "memory": None if memory is None else asdict(memory),
             "rankings": [asdict(each) for each in ranked],
             "runs": [_run_json(each) for each in predicted],
         }
-        text = format_accuracy(predicted, groups, ranked, every=self.runs)
+        text = format_accuracy(
+            predicted, groups if memory is None else [*groups, memory], ranked, every=self.runs
+        )
         print_result(result, text, as_json=self.json)
         return OK
 
@@ -78,8 +82,9 @@ def format_accuracy(
 ) -> list[str]:
     """Formats errors by group, orders of layouts, and the runs that are furthest off."""
     gpus = [each.run.gpus for each in predicted]
-    counted = f"{len(predicted)} steps of {len({each.run.source for each in predicted})} sources"
-    where = f"on {min(gpus):,} to {max(gpus):,} GPUs"
+    sources = len({each.run.source for each in predicted})
+    counted = f"{len(predicted)} step{'s' * (len(predicted) > 1)} of {sources} source{'s' * (sources > 1)}"
+    where = f"on {min(gpus):,} to {max(gpus):,} GPUs" if min(gpus) < max(gpus) else f"on {gpus[0]:,} GPUs"
     how = "each simulated at its own layout; nothing is searched or calibrated"
     lines = wrap_text("published", f"{counted} {where}, {how}")
     rows = [
@@ -88,7 +93,10 @@ def format_accuracy(
         for each in groups
     ]
     lines += ["", *align_columns(["group", "runs", "bias %", "median %", "p90 %"], rows)]
-    lines += wrap_remark("Predicted over published step, less 1: the mean, and of sizes the median and p90.")
+    lines += wrap_remark(
+        "Predicted over published step, less 1: the mean, and of sizes the median and p90. Memory: the same "
+        "of the peak that torch allocates, where it is published."
+    )
     if rankings:
         rows = [
             [
@@ -119,5 +127,11 @@ def _run_row(each: PredictedRun) -> list[str]:
 
 
 def _run_json(each: PredictedRun) -> dict[str, object]:
-    predicted = {"predicted_s": each.step_s, "error": each.error, "peak_memory_bytes": each.peak_bytes}
-    return {**asdict(each.run), **predicted}
+    return {
+        **asdict(each.run),
+        "predicted_s": each.step_s,
+        "error": each.error,
+        "peak_memory_bytes": each.peak_bytes,
+        "allocated_bytes": each.allocated_bytes,
+        "memory_error": each.memory_error,
+    }

@@ -52,6 +52,7 @@ class MeasuredRun:
     memory_tb_per_s: Amount | None  # of a GPU that is not the usual one
     fused_attention: bool
     step_s: Amount
+    peak_gib: Amount | None  # that torch has allocated, on the fullest GPU
 
     @property
     def groups(self) -> tuple[str, ...]:

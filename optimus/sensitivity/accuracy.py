@@ -29,16 +29,22 @@ class PredictedRun:
     run: MeasuredRun
     step_s: float
     peak_bytes: float
+    allocated_bytes: float  # of them by torch: neither CUDA's nor those of communicators
 
     @property
     def error(self) -> float:
         """Predicted over published, less 1."""
         return self.step_s / self.run.step_s - 1.0
 
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over published peak, less 1; None: not published."""
+        return None if self.run.peak_gib is None else self.allocated_bytes / 2**30 / self.run.peak_gib - 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAccuracy:
-    """How far predictions of a group of runs are off."""
+    """How far predicted steps, or peaks of memory, of a group of runs are off."""
 
     name: str
     runs: int
@@ -47,8 +53,7 @@ class GroupAccuracy:
     p90: float
 
     @classmethod
-    def of(cls, name: str, predicted: Sequence[PredictedRun]) -> GroupAccuracy:
-        errors = [each.error for each in predicted]
+    def of(cls, name: str, errors: Sequence[float]) -> GroupAccuracy:
         sizes = [abs(error) for error in errors]
         return cls(
             name=name,
@@ -90,17 +95,28 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
     (candidate,) = TodaySystem().candidates(LlmPipelines(context))
     result = candidate.search_result()
     memories = candidate.memories if result is None else result.memories
-    peak_bytes = max(memory.total for memory in memories)
-    return PredictedRun(run=run, step_s=candidate.simulated()[1].step_s, peak_bytes=peak_bytes)
+    fullest = max(memories, key=lambda memory: memory.total)
+    return PredictedRun(
+        run=run,
+        step_s=candidate.simulated()[1].step_s,
+        peak_bytes=fullest.total,
+        allocated_bytes=fullest.total - fullest.reserve - fullest.communicators,
+    )
 
 
 def group_runs(predicted: Sequence[PredictedRun]) -> Iterator[GroupAccuracy]:
     """Yields the accuracy of all runs, then by split, GPU, system and source."""
-    yield GroupAccuracy.of("all", predicted)
+    yield GroupAccuracy.of("all", [each.error for each in predicted])
     for key in ("split", "gpu", "system", "source"):
         by_name = sorted(predicted, key=lambda each: str(getattr(each.run, key)))
         for name, members in groupby(by_name, key=lambda each: str(getattr(each.run, key))):
-            yield GroupAccuracy.of(name, list(members))
+            yield GroupAccuracy.of(name, [each.error for each in members])
+
+
+def sum_up_memory(predicted: Sequence[PredictedRun]) -> GroupAccuracy | None:
+    """Returns the accuracy of peaks of memory, of the runs that state one."""
+    errors = [each.memory_error for each in predicted if each.memory_error is not None]
+    return GroupAccuracy.of("memory", errors) if errors else None
 
 
 @dataclass(frozen=True, kw_only=True)
