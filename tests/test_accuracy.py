@@ -90,6 +90,10 @@ def test_a_run_that_our_memory_refuses_is_simulated_all_the_same() -> None:
     each = replace(RUNS["mpt-h100-7b-2048-8"], microbatch_sequences=64, sequences_per_step=512)
     predicted = predict_run(each, get_preset("default"))
     assert predicted.peak_bytes > 80e9 and predicted.step_s > 0
+    system = compare_systems(each.job, names=["today"]).systems["today"]
+    assert not system.fits and system.step_s == predicted.step_s
+    alone = replace(each, tp=8, dp=1, sequences_per_step=64)
+    assert "fsdp has no plan at dp1" in compare_systems(alone.job, names=["today"]).missing["today"]
 
 
 def off_by(errors: list[float], **fields: Any) -> list[PredictedRun]:
@@ -135,6 +139,8 @@ def test_orders_by_hand() -> None:
     assert ranked.layouts == 4 and ranked.correlation == pytest.approx(0.8)
     assert ranked.lost == pytest.approx(0.5), "2 s where 1 s was possible"
     assert not list(rank_layouts(predicted[:3]))
+    again = [replace(each, run=replace(each.run, dp=1)) for each in predicted]  # more microbatches
+    assert [each.layouts for each in rank_layouts([*predicted, *again])] == [4, 4]
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -207,6 +207,19 @@ def test_under_noise_is_paired_and_repeats(planned: PlanningResult) -> None:
         assert lost == pytest.approx(100 * (planned.systems[found.against].step_s / planned.step_s - speedup))
 
 
+def test_noise_is_drawn_for_all_classes_of_a_plan_that_was_compared_with_fewer() -> None:
+    """Encoders without tensor parallelism in TP groups of the LLM: one class stands for all when compared."""
+    job = find_job("siglip-so400m-8b", "h100:8", ["llm=pp2,tp2"]).replace(sequences_per_step=32)
+    planned = make_plan(job, systems=[], strategy="stage0")
+    assert planned.search_result.filled.folded is not None
+    systems = {**planned.systems, "twin": planned.system}
+    comparison = replace(planned.comparison, systems=systems)
+    levels = simulate_under_noise(planned.plan, comparison, against="twin", seeds=2).levels
+    assert levels[0].ours_s[STATIC] == pytest.approx([planned.step_s] * 2, abs=CLAIM)
+    for level in levels:  # as any system that the plan is compared with, here itself
+        assert level.ours_s[STATIC] == pytest.approx(level.other_s, rel=1e-9), level.noise
+
+
 def test_what_is_printed_is_what_was_found(planned: PlanningResult) -> None:
     found = simulate_under_noise(planned.plan, planned.comparison, against="stage0", seeds=2)
     static, two = (found.lost_points(policy, found.levels[-1]) for policy in POLICIES)

@@ -30,11 +30,11 @@ from optimus.job.model import Model
 from optimus.job.own_layers import find_untrainable
 from optimus.job.read import find_job, load_model
 from optimus.job.targets import TARGETS, restrict_to_target
-from optimus.planner.compare import compare_systems
 from optimus.planner.layouts import choose_smallest_context
-from optimus.planner.systems.fsdp import list_fsdp_candidates
+from optimus.planner.systems.fsdp import FsdpCandidate, list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, is_allowed, load_system
+from optimus.planner.systems.today import TodaySystem
 from optimus.sensitivity.batch_steps import BatchStepTimes
 from optimus.sensitivity.recommend import (
     MIN_HELD,
@@ -176,7 +176,7 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
     perturbed = perturbed_steps({"fsdp": [1.1, 1.1, 1.0], "balanced-best": [1.0, 1.0, 1.1]})
     doubtful = replace(slower, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
     assert doubtful.passed_over == {
-        "fsdp": "is within 2% of the fastest in less than half, 1 of 3 perturbed cost models"
+        "fsdp": "is within 2% of the fastest in only 1 of 3 perturbed cost models, less than half"
     }
 
 
@@ -184,7 +184,7 @@ def test_the_next_command_runs_the_plan_or_makes_one_that_runs() -> None:
     dense, many, path = load_model("siglip-so400m-8b"), load_model("omni-3"), Path("a.json")
 
     def suggest(model: Model, layout: Layout, target: str | None = None) -> str:
-        return suggest_run_command("JOB", "h100:8", target, model=model, layout=layout, plan=path)[0]
+        return suggest_run_command("JOB", " --on h100:8", target, model=model, layout=layout, plan=path)[0]
 
     layout = Layout(dp=8)
     assert suggest(dense, layout) == "optimus train JOB --plan a.json --on h100:8"
@@ -330,11 +330,22 @@ def test_images_are_dealt_only_for_trainers_that_do(target: str) -> None:
 
 
 def test_today_deals_nothing() -> None:
-    today = CurrentRun(llm=PartialLayout(tp=2), placement="fsdp")
-    job = replace(find_job("siglip-so400m-8b", "h100:8"), today=today)
-    found = compare_systems(job, names=["today", "fsdp"]).systems
-    assert found["today"].candidate.batch_assignment().dealing_replicas == 1
-    assert found["fsdp"].candidate.batch_assignment().dealing_replicas > 1
+    """Though what it runs is otherwise a plan of `fsdp`, of which the search keeps one."""
+    context, _ = choose_smallest_context(
+        find_job("siglip-so400m-8b", "h100:8", ["llm=pp1,tp2"]), get_preset("default")
+    )
+    plan = next(iter(list_fsdp_candidates(context, context.job.model.modules)))
+    dealt = plan.filled
+    today = CurrentRun(llm=PartialLayout(tp=2), placement="fsdp", microbatch_sequences=int(plan.sequences))
+    current = replace(context, job=replace(context.job, today=today))
+    same = [
+        candidate
+        for candidate in TodaySystem().candidates(LlmPipelines(current))
+        if isinstance(candidate, FsdpCandidate) and candidate.sharding == plan.sharding
+    ]
+    assert len(same) == 1 and same[0].layers is plan.layers
+    assert same[0].batch_assignment().dealing_replicas == same[0].filled.header.dealing_replicas == 1
+    assert plan.batch_assignment().dealing_replicas == dealt.header.dealing_replicas == 4
 
 
 # ---------------------------------------------------------------------------- random jobs

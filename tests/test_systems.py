@@ -273,6 +273,7 @@ def test_today_runs_the_recipe_that_is_stated(tmp_path: Path) -> None:
     ("placement", "stated", "problem"),
     [
         ("fsdp", "schedule: 1f1b", "is stated, and fsdp has its own"),
+        ("stage0", "schedule: interleaved", "is not for chunks 1"),
         ("stage0", "reshard_after_forward: true", "is stated, and stage0 is not sharded"),
         ("stage0", "recompute: {audio: full}", "audio"),
         ("stage0", "tp_overlapped: 1.5", "tp_overlapped"),

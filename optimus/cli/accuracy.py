@@ -100,7 +100,7 @@ def format_accuracy(
     if rankings:
         rows = [
             [
-                f"{each.model} on {each.gpus} {each.gpu}",
+                f"{each.model} on {each.gpus} {each.gpu}, {each.microbatches} microbatches",
                 str(each.layouts),
                 f"{each.correlation:.2f}",
                 f"{100 * each.lost:.1f}",

@@ -74,7 +74,7 @@ def _system_json(comparison: Comparison, system: SimulatedSystem) -> dict[str, o
         "step_over_floor": comparison.over_floor(system.name),
         "step_s_if_tp_overlapped": {str(OVERLAPPED_TP_SHARE): system.overlapped_step_s},
         "peak_memory_bytes": system.memory.total,
-        "peak_memory_bytes_p99": system.peak_bytes,
+        "peak_memory_bytes_p99": None if system.search_result is None else system.peak_bytes,
         "fits": system.fits,
         "mfu": system.mfu,
         "tokens_per_s_per_gpu": system.tokens_per_s_per_gpu,

@@ -178,10 +178,13 @@ class PlanCommand:
             write_trace({plan.strategy: (lowered.schedule, lowered.timeline)}, self.trace)
             lines += wrap_closing_line("wrote", f"{self.trace} (open it at ui.perfetto.dev)")
         layout = plan.modules[LLM].layout
-        why = f"optimus why {output} {suggest_neighbour_layout(layout)}"
+        profile = "" if self.profile is None else f" --profile {self.profile}"
+        why = f"optimus why {output} {suggest_neighbour_layout(layout)}{profile}"
+        flags = "" if self.on is None else f" --on {self.on}"
+        flags += f" --layout {' '.join(self.layout)}" if self.layout else ""
         run, remark = suggest_run_command(
             self.job,
-            self.on,
+            flags + profile,
             self.target,
             model=planned.comparison.job.model,
             layout=layout,
@@ -193,22 +196,24 @@ class PlanCommand:
 
 
 def suggest_run_command(
-    job: str, on: str | None, target: str | None, *, model: Model, layout: Layout, plan: Path
+    job: str, flags: str, target: str | None, *, model: Model, layout: Layout, plan: Path
 ) -> tuple[str, str]:
-    """Names the command that runs the plan or exports it, or makes one that can be run, and a remark."""
+    """Names the command that runs the plan or exports it, or makes one that can be run, and a remark.
+
+    `flags` are those that the plan was made with, by which the job is found again.
+    """
     from optimus.job.own_layers import find_unsplittable, find_untrainable
 
     if target not in (None, "engine"):
         return f"optimus export {plan} --to {target}", ""
-    where = "" if on is None else f" --on {on}"
     refused = find_untrainable(model)
     if refused is not None:
         remark = f"(our engine does not run {refused.field} = {refused.value})"
-        return f"optimus plan {job}{where} --for megatron", remark
+        return f"optimus plan {job}{flags} --for megatron", remark
     if layout.ep > 1 or (layout.cp > 1 and find_unsplittable(model.llm) is not None):
-        return f"optimus plan {job}{where} --for engine", f"(our engine does not run {layout})"
+        return f"optimus plan {job}{flags} --for engine", f"(our engine does not run {layout})"
     remark = "(first with --dry-run: memory and messages of every rank, without GPUs)"
-    return f"optimus train {job} --plan {plan}{where}", remark
+    return f"optimus train {job} --plan {plan}{flags}", remark
 
 
 def suggest_neighbour_layout(layout: Layout) -> str:

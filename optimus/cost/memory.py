@@ -20,7 +20,7 @@ NOT_MODELLED = (
     "power capping and clock drift",
     "host stalls and data loading",
     "contention with other jobs on the fabric",
-    "variation between microbatches, but for the recommendation: each costs the mean of the workload",
+    "variation between microbatches, except in the recommendation (each costs the mean of the workload)",
     "uneven experts, and the permutation of tokens before and after them",
     "stragglers, restarts and checkpoints",
 )

@@ -272,7 +272,7 @@ def _today(node: DocumentNode, block: TodayBlock, model: Model) -> CurrentRun:
             if placement != layout[encoders[0]].value:
                 problem = f"differs from {layout[encoders[0]].field} = {layout[encoders[0]].value}"
                 raise layout[name].error(problem, "place all encoders alike")
-    _refuse_unused_recipe(node, block, placement)
+    _refuse_other_recipes(node, block, placement, llm)
     recompute: dict[str, Recompute] = {}
     if block.recompute is not None:
         refuse_unknown_keys(node["recompute"], [module.name for module in model.modules])
@@ -293,10 +293,16 @@ def _today(node: DocumentNode, block: TodayBlock, model: Model) -> CurrentRun:
     )
 
 
-def _refuse_unused_recipe(node: DocumentNode, block: TodayBlock, placement: str) -> None:
-    """Refuses a schedule or sharding that a placement does not have."""
-    if block.schedule is not None and placement not in ("stage0", "balanced"):
-        raise node["schedule"].error(f"is stated, and {placement} has its own", "leave it out")
+def _refuse_other_recipes(node: DocumentNode, block: TodayBlock, placement: str, llm: PartialLayout) -> None:
+    """Refuses a schedule that a placement or a layout does not have, and sharding without `fsdp`."""
+    chunks, stages = llm.chunks or 1, llm.pp or 1
+    if block.schedule is not None:
+        if placement not in ("stage0", "balanced"):
+            raise node["schedule"].error(f"is stated, and {placement} has its own", "leave it out")
+        if (block.schedule == "1f1b" and chunks > 1) or (block.schedule == "interleaved" and chunks == 1):
+            raise node["schedule"].error(f"is not for chunks {chunks}", "use interleaved with chunks above 1")
+        if block.schedule != "1f1b" and stages == 1:
+            raise node["schedule"].error("needs several stages", "state today.layout.llm.pp, or use 1f1b")
     if block.reshard_after_forward is not None and placement != "fsdp":
         raise node["reshard_after_forward"].error(
             f"is stated, and {placement} is not sharded", "leave it out"

@@ -204,7 +204,6 @@ class SearchResult:
         context, plan = self.context, self.plan
         replicas = plan.modules[LLM].layout.dp
         dealing = context.dealing_replicas(replicas)
-        sequences = context.job.workload.sequences_per_step / replicas / plan.microbatches
         bins = {}
         for encoder in context.job.model.encoders:
             module = plan.modules[encoder.name]
@@ -212,7 +211,7 @@ class SearchResult:
                 module.microbatches_per_llm_microbatch,
                 plan.modules[LLM].layout.tp // module.layout.tp,
             )
-            priced = context.sequences_per_piece(encoder, sequences, count, across)
+            priced = context.sequences_per_piece(encoder, self.llm.sequences, count, across)
             bins[encoder.name] = EncoderBins(
                 bins=count, sharing="pieces", priced_sequences=priced, pipelines=module.pipelines
             )

@@ -167,7 +167,14 @@ def build_plan(
     comparison: Comparison, strategy: str, notes: Mapping[str, Any] = MappingProxyType({})
 ) -> PlanningResult:
     """Binds the plan of a compared system to the job, adds notes for its readers, and checks it."""
-    result = comparison.systems[strategy].search_result
+    system = comparison.systems[strategy]
+    if not system.fits:
+        raise DoesNotFit(
+            f"{strategy} needs {system.peak_bytes / 1e9:.1f} of "
+            f"{comparison.context.capacity_bytes / 1e9:.0f} GB at p99 of steps",
+            "plan another system, use more GPUs, or recompute: full",
+        )
+    result = system.search_result
     assert result is not None, "candidates of a system that makes a plan are search results"
     comparison = replace(comparison, context=result.context)
     bounds = compute_step_bounds(comparison.context, result.llm, comparison.floor_s)

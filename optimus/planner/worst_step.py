@@ -156,7 +156,8 @@ class DrawnSteps:
             sums = np.insert(sums, 0, 0.0, axis=2)
             fullest.append([(sums[..., n:] - sums[..., : most + 1 - n]).max() for n in range(most + 1)])
         quantile = np.mean(fullest, axis=0) + P99_SIGMAS * np.std(fullest, axis=0)
-        return np.maximum(np.maximum.accumulate(quantile), np.arange(most + 1))
+        bounded = np.minimum(np.maximum.accumulate(quantile), self.most_resident_bins(shape))
+        return np.maximum(bounded, np.arange(most + 1))
 
 
 def _deal_evenly(loads: Floats, sequences: Sequence[int], parts: int) -> list[list[int]]:

@@ -126,19 +126,21 @@ class RankedLayouts:
     model: str
     gpu: str
     gpus: int
+    microbatches: int
     layouts: int
     correlation: float  # of ranks (Spearman)
     lost: float  # share of the best published speed at the layout that is predicted to be fastest
 
 
 def rank_layouts(predicted: Sequence[PredictedRun]) -> Iterator[RankedLayouts]:
-    """Yields the models of which several layouts were measured on as many GPUs by one source."""
+    """Yields the models of which several layouts were measured on as many GPUs and microbatches."""
 
-    def key(each: PredictedRun) -> tuple[str, str, str, int, int]:
+    def key(each: PredictedRun) -> tuple[str, str, str, int, int, int]:
         run = each.run
-        return run.source, run.model, run.gpu, run.gpus, run.sequence_tokens
+        microbatches = run.sequences_per_step // (run.dp * run.microbatch_sequences)
+        return run.source, run.model, run.gpu, run.gpus, run.sequence_tokens, microbatches
 
-    for (_, model, gpu, gpus, _), members in groupby(sorted(predicted, key=key), key=key):
+    for (_, model, gpu, gpus, _, microbatches), members in groupby(sorted(predicted, key=key), key=key):
         alike = list(members)
         if len({each.run.layout for each in alike}) >= MIN_RANKED:
             batches = np.array([each.run.sequences_per_step for each in alike])
@@ -148,7 +150,8 @@ def rank_layouts(predicted: Sequence[PredictedRun]) -> Iterator[RankedLayouts]:
                 model=model,
                 gpu=gpu,
                 gpus=gpus,
-                layouts=len(alike),
+                microbatches=microbatches,
+                layouts=len({each.run.layout for each in alike}),
                 correlation=float(np.corrcoef(_ranks(published), _ranks(ours))[0, 1]),
                 lost=float(1 - published[ours.argmax()] / published.max()),
             )

@@ -88,6 +88,8 @@ class BatchSimulator:
     @property
     def ops_per_batch(self) -> int:
         """The most ops that are timed for a batch; replicas that wait for each other are timed together."""
+        if self.assignment.locked:  # all replicas wait for the slowest, which is timed
+            return len(self._schedule)
         groups = max(1, self.assignment.replicas // self._replicas)
         guesses = groups if self._guesses is None else min(groups, self._guesses)
         return len(self._schedule) * self._replicas * guesses

@@ -75,7 +75,7 @@ def simulate_under_noise(
     and the other system, by default the fastest that fits and was compared, have one stream.
     """
     ours, other = comparison.systems[plan.strategy], _other(plan, comparison, against)
-    policies = _Policies(plan, ours.schedule)
+    policies = _Policies(plan, ours.full_schedule)
     floor = _simulator(plan, comparison.llm_only.candidate)
     others = None if other is None else _simulator(plan, comparison.systems[other].candidate)
     return NoiseStudy(

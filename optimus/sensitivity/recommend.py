@@ -87,7 +87,7 @@ class Recommendation:
             if held is not None and held.mean() < min(MIN_HELD, self.sure_share):
                 within = f"within {MIN_SPEEDUP_WORTH_FILLING - 1:.0%} of the fastest"
                 count = f"{held.sum()} of {len(held)} perturbed cost models"
-                reasons[name] = f"is {within} in less than half, {count}"
+                reasons[name] = f"is {within} in only {count}, less than half"
             else:
                 share = self.systems[name].peak_bytes / self.capacity_bytes
                 reasons[name] = f"needs {share:.0%} of the memory"

@@ -150,15 +150,16 @@ class FsdpSystem(BaseSystem):
 
     def simulate(self, pipelines: LlmPipelines) -> SimulatedSystem:
         """Simulates the fastest candidate that fits; a stated one is reported as not fitting."""
-        candidates = pipelines.candidates(self)
-        if self.sequences is None or any(candidate.fits for candidate in candidates):
+        if self.sequences is None:
             return super().simulate(pipelines)
+        candidates = pipelines.candidates(self)
         if not candidates:
+            layout = pipelines.context.layout
             raise DoesNotFit(
-                f"fsdp has no microbatches of {self.sequences} sequences on {pipelines.context.layout}",
-                "state a microbatch_sequences that divides the sequences of a rank",
+                f"fsdp has no plan at {layout} with {self.sequences} sequences a microbatch",
+                "use dp above 1, tp inside a node, and a microbatch that divides the sequences of a rank",
             )
-        return self.simulate_candidate(min(candidates, key=lambda candidate: candidate.estimate_s))
+        return self.simulate_candidate(min(candidates, key=lambda each: (not each.fits, each.estimate_s)))
 
 
 def _can_keep_layout(job: Job) -> bool:

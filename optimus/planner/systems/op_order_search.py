@@ -116,7 +116,7 @@ def _largest_cap_that_fits(
         least = min(pipelines, key=lambda pipeline: pipeline.peak_bytes)
         worst = max(least.memories, key=lambda memory: memory.total)
         kept = worst.llm_activations + worst.encoder_activations
-        room = kept + start.context.capacity_bytes - worst.total
+        room = kept + start.context.capacity_bytes - least.peak_bytes
         if room <= 0:
             break
         cap = max(1, min(cap - 1, int(cap * room / kept)))

@@ -36,6 +36,7 @@ from optimus.schedule.stage_costs import Cut, LayerPrefixSums
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
+ROUNDING = 1e-9  # of sums of bytes in another order
 SHORT_STEP_ROUNDS = 3  # of pp microbatches: fill and drain a pipeline as a long step does
 
 
@@ -99,7 +100,7 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def filled(self) -> FilledPlan:
         """The plan of this pipeline, with encoder layers in the virtual stages that the cut gives them."""
-        known, key = self.context.cache.plans, (self._key, self.sharding)
+        known, key = self.context.cache.plans, (self._key, self.sharding, self.dealing_replicas)
         plan = known.get(key)
         if plan is None:
             folded = self._plan(self._plan_builder(folded=True)) if self._folds else None
@@ -324,7 +325,7 @@ class PipelineCandidate(BaseCandidate):
                 priced=assigned.encoders[name].priced_sequences,
                 bounded=bounded,
             )
-            resident = np.minimum(np.ceil(held / one).astype(int), len(bins) - 1)
+            resident = np.minimum(np.ceil(held / one - ROUNDING).astype(int), len(bins) - 1)
             added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient
         return added.tolist()
 

@@ -61,8 +61,8 @@ def _system_today(context: PlanningContext) -> tuple[System, LlmPipelines]:
         case "balanced":
             system = BalancedSystem(chunks=chunks, order_name=today.schedule)
         case "fsdp":
-            reshards = today.reshard_after_forward
-            sharding = None if reshards is None else (Sharding.GRADIENTS, Sharding.PARAMETERS)[reshards]
+            kinds = {None: None, True: Sharding.PARAMETERS, False: Sharding.GRADIENTS}
+            sharding = kinds[today.reshard_after_forward]
             system = FsdpSystem(tp=tp, sequences=today.microbatch_sequences, sharding=sharding)
         case name:
             system = load_system(name)
