@@ -45,7 +45,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> PlanningResult:
     """A plan for the job, and a job that it is not for."""
     folder = tmp_path_factory.mktemp("planned")
     job = restrict_to_target(optimus.find_job(TINY), "engine")
-    optimus.save_plan(optimus.plan(job, draws=0).plan, folder / "tiny.plan.json")
+    optimus.save_plan(optimus.plan(job).plan, folder / "tiny.plan.json")
     text = CATALOG.read_text()
     assert text.count("vocab: 512") == 1
     (folder / "other.yaml").write_text(text.replace("vocab: 512", "vocab: 640"))
