@@ -46,7 +46,7 @@ DP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an instance is like; `share` is encoder work over LLM work."""
+    """Describes an instance; `share` is encoder work over LLM work."""
 
     stages: int
     chunks: int
@@ -111,7 +111,7 @@ class Instance(ColocationCandidate):
 
 
 def _keys(lines: ProgramTable) -> Iterator[tuple[int, ...]]:
-    """What tells a line from all others."""
+    """Returns what tells a line from all others."""
     columns = (lines.device, lines.module, lines.kind, lines.chunk, lines.microbatch, lines.place)
     return zip(*(column.tolist() for column in columns), strict=True)
 

@@ -214,7 +214,7 @@ class _Op:
 
 
 def random_arrangement(rng: Random, plan: Plan, order: PipelineOrder) -> list[Program]:
-    """What every class plays: one random order of all phases in which each stands after what it needs."""
+    """Returns a program for every class: a random order of phases, each behind what it needs."""
     ready = [op for op in _all_ops(plan, order) if not op.missing]
     played: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(plan.ranks.num_classes)]
     stays = rng.choice((0.0, 0.5, 0.95))  # how often an op goes on with its next phase

@@ -250,7 +250,7 @@ def with_small_images(job: Job) -> Job:
 
 @pytest.mark.ci("search")
 def test_a_window_bounds_what_encoders_keep() -> None:
-    """Of 32 microbatches at most 18 are kept: the replayed memory says so, and the step is no longer."""
+    """The replay keeps at most 18 of 32 microbatches, and the step is no longer."""
     context, _ = choose_smallest_context(find_job("paper/strong-1536"), get_preset("clean"))
     (encoder,) = context.job.model.encoders
     llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")

@@ -44,7 +44,7 @@ class PredictedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAccuracy:
-    """How far predicted steps, or peaks of memory, of a group of runs are off."""
+    """Errors of predicted steps, or of peaks of memory, of a group of runs."""
 
     name: str
     runs: int
@@ -121,7 +121,7 @@ def sum_up_memory(predicted: Sequence[PredictedRun]) -> GroupAccuracy | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayouts:
-    """How well predictions order the layouts of one model on the same GPUs, by tokens a second."""
+    """Order of a model's layouts on the same GPUs, by tokens a second, as predicted and as published."""
 
     model: str
     gpu: str

@@ -35,7 +35,6 @@ MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may 
 NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
 MIN_HELD = 0.5  # of perturbed cost models, in which a system stays about the fastest to be preferred so
 FILLED = "optimus"
-GAINS_NOTHING = "gains nothing here"
 
 Progress = Callable[[str, int, int], None]
 
@@ -112,7 +111,7 @@ class Recommendation:
 
     @property
     def _with_tp_overlapped(self) -> str:
-        """What filling gains if TP traffic is overlapped already; empty where it is not worth it."""
+        """Says what filling gains if TP traffic is overlapped already; empty where it is not worth it."""
         filled = self.systems.get(FILLED)
         simpler = [s.overlapped_step_s for n, s in self.systems.items() if not fills_bubbles(n)]
         gain = self.filling_speedup
@@ -152,9 +151,9 @@ class Recommendation:
         gain = self.filling_speedup
         if gain is not None:
             baseline = next(name for name in self.planned if not fills_bubbles(name))
-            gained = (
-                f"takes {1 - 1 / gain:.1%} less time than {baseline}" if gain >= 1.0005 else GAINS_NOTHING
-            )
+            gained = "gains nothing here"
+            if gain >= 1.0005:
+                gained = f"takes {1 - 1 / gain:.1%} less time than {baseline}"
             worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
             reasons.append(f"filling bubbles {gained} ({worth}{self._with_tp_overlapped})")
         overlapped = min(self.planned, key=lambda name: self.systems[name].overlapped_step_s)

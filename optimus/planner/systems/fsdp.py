@@ -39,7 +39,7 @@ class FsdpCandidate(PipelineCandidate):
 
     @property
     def order_label(self) -> str:
-        """What is sharded: the op order of one stage is 1F1B."""
+        """Names what is sharded, since the op order of one stage is always 1F1B."""
         return "fully sharded, parameters kept gathered" if self.keeps_gathered else "fully sharded"
 
     @property
