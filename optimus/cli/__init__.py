@@ -31,6 +31,7 @@ from optimus.cli.report import ReportCommand
 from optimus.cli.simulate import SimulateCommand
 from optimus.cli.sweep import SweepCommand
 from optimus.cli.text import wrap_text, wrap_usage
+from optimus.cli.trace import TraceCommand
 from optimus.cli.train import TrainCommand
 from optimus.cli.why import WhyCommand
 from optimus.errors import DoesNotFit, OptimusError, UserError, nearest
@@ -53,6 +54,7 @@ COMMANDS: dict[str, type[Any]] = {
     "export": ExportCommand,
     "report": ReportCommand,
     "profile": ProfileCommand,
+    "trace": TraceCommand,
     "data": DataCommand,
     "train": TrainCommand,
     "checkpoint": CheckpointCommand,

@@ -129,7 +129,11 @@ def _events(process: _Process) -> Iterator[Event]:
 def _event(pid: int, op: ScheduledOp, begin_ns: int, end_ns: int) -> Event:
     on_host = op.lane == Lane.HOST
     stream = STREAM[op.lane]
-    args = {} if on_host else {"device": op.device, "stream": stream, "correlation": op.id}
+    args: dict[str, Any] = {}
+    if not on_host:
+        args = {"device": op.device, "stream": stream, "correlation": op.id}
+    if op.lane not in (Lane.COMPUTE, Lane.HOST):
+        args |= {"Process Group Description": Communicator(op.communicator).name.lower()}
     return {
         "ph": "X",
         "cat": "cpu_op" if on_host else "kernel",
