@@ -205,6 +205,8 @@ class BareSetting(PlanningContext):
         sequences: float,
         policy: RecomputePolicy,
         layout: Layout | None = None,
+        *,
+        gather_copies: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[PricedLayer, ...]:
         return self.bare
 

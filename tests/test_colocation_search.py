@@ -38,12 +38,12 @@ CI_WAYS, HEAVY_WAYS, WAYS_PART = 500, 100_000, 250
 OVER_FLOOR_1F1B = {
     ("paper/strong-3072", "clean"): (1.031, 1.025),
     ("paper/strong-2048", "clean"): (1.022, 1.018),
-    ("paper/strong-1536", "clean"): (1.018, 1.014),
-    ("paper/strong-3072", "clean-slack"): (1.016, 1.006),
-    ("paper/strong-2048", "clean-slack"): (1.012, 1.004),
-    ("paper/strong-1536", "clean-slack"): (1.010, 1.003),
+    ("paper/strong-1536", "clean"): (1.018, 1.018),
+    ("paper/strong-3072", "clean-slack"): (1.016, 1.016),
+    ("paper/strong-2048", "clean-slack"): (1.015, 1.013),
+    ("paper/strong-1536", "clean-slack"): (1.017, 1.018),
     ("paper/B", "clean"): (1.172, 1.169),
-    ("paper/B", "clean-slack"): (1.168, 1.160),
+    ("paper/B", "clean-slack"): (1.172, 1.168),
 }
 
 

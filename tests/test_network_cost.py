@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import resources
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus.cost.network import Collective, collective_s, send_s
+from optimus.cost.network import Collective, collective_s, count_distinct, exchange_s, send_s
 from optimus.job.cluster import Cluster, Gpu, Link
 
 FOLDER = resources.files("optimus.catalog") / "clusters"
@@ -151,6 +151,29 @@ def test_all_to_all_sends_only_the_outer_share_over_the_nic() -> None:
     outside = collective_s(H100, Collective.ALL_TO_ALL, 1e9, ranks=16, stride=1)
     assert inside == pytest.approx(7 / 8 * 1e9 / 315e9, rel=0.05)
     assert outside == pytest.approx(8 / 16 * 1e9 / 46e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("chosen", "experts", "places"), [(1, 8, 4), (3, 8, 4), (4, 12, 2), (4, 8, 8)])
+def test_distinct_places_equal_an_enumeration(chosen: int, experts: int, places: int) -> None:
+    picks = list(combinations(range(experts), chosen))
+    mean = sum(len({expert % places for expert in pick}) for pick in picks) / len(picks)
+    assert count_distinct(chosen, experts, places=places) == pytest.approx(mean)
+
+
+def test_a_token_is_sent_to_every_expert_or_once_to_every_rank_and_node() -> None:
+    """8 of 128 experts on 16 ranks of two nodes: 4 copies cross the NIC, or at most a node's one."""
+    size = 2.0**30
+
+    def seconds(*, chosen: int = 8, ranks: int = 16, once: bool) -> float:
+        return exchange_s(H100, size, chosen=chosen, experts=128, ranks=ranks, deduplicated=once)
+
+    nic = H100.between_nodes.bandwidth_bytes_per_s
+    assert seconds(once=False) == collective_s(H100, Collective.ALL_TO_ALL, 8 * size, ranks=16, stride=1)
+    assert seconds(once=False) == pytest.approx(4 * size / nic, rel=0.01)
+    assert seconds(once=True) == pytest.approx(count_distinct(8, 128, places=2) / 2 * size / nic, rel=0.01)
+    inside = size * count_distinct(8, 128, places=8)
+    assert seconds(ranks=8, once=True) == collective_s(H100, Collective.ALL_TO_ALL, inside, ranks=8, stride=1)
+    assert seconds(chosen=1, once=True) == pytest.approx(seconds(chosen=1, once=False), rel=0.01)
 
 
 @given(collective=collectives, size=st.floats(1, 1e11), factor=st.floats(1, 100), group=groups)

@@ -133,7 +133,7 @@ def test_titles_say_the_figures_of_the_plan() -> None:
     )
     peak = max(held.peak for held in plan.memory)
     assert f"needs {format_gigabytes(peak)} of {format_gigabytes(plan.capacity_bytes)} GB" in memory
-    assert "perturbed replays" in sure and "18" in sure
+    assert "of 20 perturbed replays" in sure
     found = planned().search_result
     own = {module.layout for module in plan.encoders.values()}
     scheduled = 1 + sum({each.layout} != own for each in found.tried)
@@ -156,7 +156,7 @@ def test_the_foot_says_where_figures_come_from() -> None:
     foot = " ".join(Page(render_report_page(alone())).of("p")[-3:])
     assert "analytic, uncalibrated" in foot and "preset default" in foot
     assert hash_plan(planned().plan) in foot and optimus.__version__ in foot
-    assert "power capping" in foot
+    assert "power limits" in foot
 
 
 def test_parts_of_bars_are_the_bubbles_of_the_table_and_sum_to_the_step() -> None:
@@ -180,7 +180,12 @@ def test_memory_over_the_step_peaks_at_the_claim() -> None:
 
 def test_faster_traffic_and_compute_shorten_the_step() -> None:
     for row in data().tornado.wide:
-        lower_is_faster = row.name in ("image tokens", "slow-down under collectives", "a launch")
+        lower_is_faster = row.name in (
+            "image tokens",
+            "compute of fully sharded modules",
+            "slow-down under collectives",
+            "a launch",
+        )
         rises = row.low_s < row.high_s
         assert rises == lower_is_faster or row.low_s == row.high_s
         least, most = sorted((row.low_s, row.high_s))

@@ -29,13 +29,13 @@ class AccuracyCommand:
         tuple[str, ...],
         describe_option(
             metavar="NAME ...",
-            help="only runs of these: splits, GPUs, systems, sources or models, e.g. h100 fsdp",
+            help="only runs of these: splits, kinds, GPUs, systems, presets, sources or models, e.g. fsdp",
         ),
     ] = ()
     runs: Annotated[bool, describe_option(help="show every run, not only those that are furthest off")] = (
         False
     )
-    preset: PresetFlag = "default"
+    preset: PresetFlag | None = None
     json: JsonFlag = False
 
     def __call__(self) -> int:
@@ -53,14 +53,14 @@ class AccuracyCommand:
         if not chosen:
             problem, hint = "leave no published run", "use fewer"
             raise UserError(field="--only", value=" ".join(self.only), problem=problem, hint=hint)
-        assumptions = get_preset(self.preset)
+        assumptions = None if self.preset is None else get_preset(self.preset)
         with progress_bar("predicting") as progress, announce_compilation():
             predicted = predict_runs(assumptions, runs=chosen, cores=usable_cores(), progress=progress)
         groups, ranked = list(group_runs(predicted)), list(rank_layouts(predicted))
         memory = sum_up_memory(predicted)
         result = {
             "schema": SCHEMA,
-            "assumptions": assumptions.describe(),
+            "assumptions": None if assumptions is None else assumptions.describe(),
             "groups": [asdict(group) for group in groups],
             "memory": None if memory is None else asdict(memory),
             "rankings": [asdict(each) for each in ranked],
@@ -85,7 +85,7 @@ def format_accuracy(
     sources = len({each.run.source for each in predicted})
     counted = f"{len(predicted)} step{'s' * (len(predicted) > 1)} of {sources} source{'s' * (sources > 1)}"
     where = f"on {min(gpus):,} to {max(gpus):,} GPUs" if min(gpus) < max(gpus) else f"on {gpus[0]:,} GPUs"
-    how = "each simulated at its own layout; nothing is searched or calibrated"
+    how = "each simulated at its own layout and stack; nothing is searched or calibrated"
     lines = wrap_text("published", f"{counted} {where}, {how}")
     rows = [
         [each.name, str(each.runs), f"{100 * each.bias:+.1f}"]

@@ -66,7 +66,9 @@ SystemsFlag = Annotated[
 PresetFlag = Annotated[
     str,
     describe_option(
-        metavar="NAME", help="set of assumptions: default, paper, paper-first-chunk, clean or clean-slack"
+        metavar="NAME",
+        help="set of assumptions: default (Megatron), compiled, eager or ours (stacks), paper, "
+        "paper-first-chunk, clean or clean-slack",
     ),
 ]
 TargetFlag = Annotated[

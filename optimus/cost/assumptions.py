@@ -33,6 +33,9 @@ class Assumptions:
     # Share of exposed TP communication that the framework already hides (0 for plain
     # Megatron-LM; up to 0.7 with userbuffer overlap in TransformerEngine).
     tp_overlapped_share: float = 0.0
+    ep_overlapped_share: float = 0.0  # of the exchange of experts, under other microbatches
+    # alltoall: a token is sent to each of its experts; flex (DeepEP, HybridEP): once to a rank and node.
+    token_dispatcher: Literal["alltoall", "flex"] = "alltoall"
     # Megatron-LM's linears hide two gathers under dgrad and two scatters under wgrad per
     # layer; the paper counts four exposed collectives per direction.
     tp_backward: Literal["overlapped", "exposed"] = "overlapped"
@@ -45,6 +48,12 @@ class Assumptions:
     p2p_latency_only: bool = False
     optimizer_time: bool = True
     fused_attention: bool = True  # FlashAttention: scores are never stored
+    attention_kernel: Literal["best", "flash2"] = "best"  # FlashAttention-3 and cuDNN, or torch's own
+    # Bytes over those of fused kernels: of norms with residuals and rotary embeddings, and of gated MLPs.
+    rmsnorm_bytes_factor: float = 1.0
+    layernorm_bytes_factor: float = 1.0
+    gated_bytes_factor: float = 1.0
+    gather_copies: bool = True  # fully sharded parameters are copied out of the buffer of each gather (FSDP2)
     efficiency: float = 1.0  # multiplies every achieved compute rate
     # Multiplies all seconds of kernels, links and launches (calibration); one number keeps their ratios.
     time_scale: float = 1.0
@@ -86,10 +95,28 @@ _CLEAN = replace(
     p2p_latency_only=True,
     optimizer_time=False,
 )
+# torch without compilation: counted in layers of transformers (Llama, SigLIP) and in our own.
+_EAGER = replace(
+    _DEFAULT,
+    name="eager",
+    attention_kernel="flash2",
+    rmsnorm_bytes_factor=9.2,
+    layernorm_bytes_factor=1.66,
+    gated_bytes_factor=1.56,
+)
 PRESETS = {
-    get_preset.name: get_preset
-    for get_preset in (
-        _DEFAULT,
+    preset.name: preset
+    for preset in (
+        _DEFAULT,  # Megatron with TransformerEngine: tuned attention, fused kernels
+        replace(_DEFAULT, name="compiled", attention_kernel="flash2"),  # torch.compile, as torchtitan runs it
+        _EAGER,
+        replace(
+            _EAGER,
+            name="ours",
+            rmsnorm_bytes_factor=8.56,
+            layernorm_bytes_factor=1.41,
+            gated_bytes_factor=2.11,
+        ),
         _PAPER,
         replace(_PAPER, name="paper-first-chunk", dp_exposure="chunks"),
         _CLEAN,

@@ -109,14 +109,28 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 # from the paper: check before quoting. Only H100 is covered; other systems take its ratio, unmeasured.
 ATTENTION_BACKWARD_RELATIVE_EFFICIENCY = 0.8
 
-# aiconfigurator-core 0.12.0, systems/*.yaml: mem_bw_empirical_scaling_factor and
-# mem_empirical_constant_latency, which it labels unofficial.
-MEMORY_BANDWIDTH_SHARE = 0.8
+# The curves were measured in short bursts at full clocks; training runs at the power limit. Rates of
+# products in training over those of the curves: H100, 18 products of torch.profiler traces of single-GPU
+# training, median 0.905 (H200: the same chip, unmeasured); B200, 288 products without accumulation of
+# MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json (Apache-2.0), median 1/1.38. A100:
+# unmeasured. Attention is not slowed down: SimuMax's of B200 takes what the curves say, 0.9 to 1.1 of it
+# with many heads.
+SUSTAINED_SHARE = {"h100_sxm": 0.905, "h200_sxm": 0.905, "b200_sxm": 0.725}
+
+# FlashAttention-3, arXiv 2407.08608, abstract: 1.5 to 2.0 times as fast as FlashAttention-2 on Hopper,
+# which is what torch's own flash attention is (the same H100 traces: 1.25 to 1.56). Blackwell:
+# unmeasured, taken alike.
+FLASH2_SLOWDOWN = {"h100_sxm": 1.5, "h200_sxm": 1.5, "b200_sxm": 1.5}
+
+# Assumed: what SimuMax takes for kernels that it has not measured. Measured are 0.71 by SimuMax on A100,
+# 0.50 (permutations) and 0.28 to 0.32 (cross-entropy) on B200, and 0.42 to 0.62 by norms of the H100
+# traces. Latency: aiconfigurator-core 0.12.0, mem_empirical_constant_latency, which it labels unofficial.
+MEMORY_BANDWIDTH_SHARE = 0.666
 MEMORY_KERNEL_LATENCY_S = 3e-6
 
 
-def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
-    """Returns the seconds of (m x k) @ (k x n) in bf16.
+def gemm_s(gpu: Gpu, m: float, n: float, k: float, *, rate: float = 1.0) -> float:
+    """Returns the seconds of (m x k) @ (k x n) in bf16, computed at a share of the measured rate.
 
     A linear of `tokens` rows from `k` to `n` features: forward (tokens, n, k), input gradient
     (tokens, k, n), weight gradient (k, n, tokens). Below the smallest measured size a dimension costs what
@@ -131,8 +145,31 @@ def gemm_s(gpu: Gpu, m: float, n: float, k: float) -> float:
         max(size, measured_size)
         for size, measured_size in zip((m, n, k), measured.clamp(m, n, k), strict=True)
     )
-    compute_s = 2 * rows * columns * depth / (gpu.peak_flops * measured.at(m, n, k))
+    compute_s = 2 * rows * columns * depth / (gpu.peak_flops * measured.at(m, n, k) * rate)
     traffic_s = BF16_BYTES * (m * k + k * n + m * n) / gpu.memory_bandwidth_bytes_per_s
+    return max(compute_s, traffic_s)
+
+
+def accumulation_s(gpu: Gpu, weights: float, gradient_bytes: int) -> float:
+    """Returns the seconds by which a weight gradient takes longer because it is added to what is there.
+
+    Fused into the product, it reads and writes sums instead of writing bf16; apart from it, gradients are
+    read and added, or cast and copied for the reduction, which moves as many bytes. Predicted over
+    measured, of 226 accumulating products of SimuMax on B200: 0.93 without it; with it 1.06 in the median
+    (1.2 below 50 million weights, 0.99 above a billion) and 0.98 of all seconds.
+    """
+    extra_bytes = (2 * gradient_bytes - BF16_BYTES) * weights
+    return extra_bytes / (MEMORY_BANDWIDTH_SHARE * gpu.memory_bandwidth_bytes_per_s)
+
+
+# Products of scores are thin, and bound by the scores that they write or read; their rate is assumed.
+UNFUSED_ATTENTION_SHARE = 0.5  # of the peak
+
+
+def unfused_product_s(gpu: Gpu, *, scores: float, width: float) -> float:
+    """Returns the seconds of a batched product that writes or reads stored scores of `width` each."""
+    compute_s = 2 * scores * width / (UNFUSED_ATTENTION_SHARE * gpu.peak_flops)
+    traffic_s = BF16_BYTES * scores / (MEMORY_BANDWIDTH_SHARE * gpu.memory_bandwidth_bytes_per_s)
     return max(compute_s, traffic_s)
 
 

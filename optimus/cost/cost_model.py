@@ -11,6 +11,7 @@ from optimus.cost.measured_profile import Profile, ProfileGap
 from optimus.ir.op import Lane
 from optimus.job.cluster import Cluster
 from optimus.job.layout import Layout
+from optimus.job.model import FP32_BYTES, Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,19 @@ class ClusterCostModel:
     cluster: Cluster
     assumptions: Assumptions
     profile: Profile = field(default_factory=Profile)
+    gradient_bytes: int = FP32_BYTES  # of a weight's sum over microbatches
 
     def gemm_s(self, m: float, n: float, k: float) -> float:
-        return self._scaled(compute.gemm_s(self.cluster.gpu, m, n, k) / self.assumptions.efficiency)
+        gpu = self.cluster.gpu
+        seconds = compute.gemm_s(gpu, m, n, k, rate=compute.SUSTAINED_SHARE.get(gpu.curves, 1.0))
+        return self._scaled(seconds / self.assumptions.efficiency)
+
+    def weight_gradient_s(self, tokens: float, outputs: float, inputs: float) -> float:
+        """Returns the seconds of a linear's weight gradient, added to that of earlier microbatches."""
+        if min(tokens, outputs, inputs) <= 0:
+            return 0.0
+        added_s = compute.accumulation_s(self.cluster.gpu, inputs * outputs, self.gradient_bytes)
+        return self.gemm_s(inputs, outputs, tokens) + self._scaled(added_s)
 
     def attention_s(
         self, *, flops: float, tokens: float, head_dim: int, causal: bool, backward: bool = False
@@ -30,7 +41,19 @@ class ClusterCostModel:
         seconds = compute.attention_s(
             self.cluster.gpu, flops=flops, tokens=tokens, head_dim=head_dim, causal=causal, backward=backward
         )
+        if self.assumptions.attention_kernel == "flash2":
+            seconds *= compute.FLASH2_SLOWDOWN.get(self.cluster.gpu.curves, 1.0)
         return self._scaled(seconds / self.assumptions.efficiency)
+
+    def unfused_product_s(self, *, scores: float, width: float) -> float:
+        """Returns the seconds of a product that writes or reads the stored scores of attention."""
+        seconds = compute.unfused_product_s(self.cluster.gpu, scores=scores, width=width)
+        return self._scaled(seconds / self.assumptions.efficiency)
+
+    def norm_bytes_factor(self, norm: str) -> float:
+        """Returns the bytes of a norm and what goes with it over those of a fused kernel."""
+        is_rms = norm == "rmsnorm"
+        return self.assumptions.rmsnorm_bytes_factor if is_rms else self.assumptions.layernorm_bytes_factor
 
     def memory_s(self, size_bytes: float) -> float:
         return self._scaled(compute.memory_bound_kernel_s(self.cluster.gpu, size_bytes))
@@ -39,6 +62,29 @@ class ClusterCostModel:
         """Returns the seconds of a TP collective inside a layer, less the share that the framework hides."""
         seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
         return self._scaled(seconds * (1.0 - self.assumptions.tp_overlapped_share))
+
+    def exchange_s(self, token_bytes: float, experts: Experts, ep: int) -> float:
+        """Returns the seconds of the exchange of tokens between experts, less the share that is hidden."""
+        seconds = network.exchange_s(
+            self.cluster,
+            token_bytes,
+            chosen=experts.active,
+            experts=experts.count,
+            ranks=ep,
+            deduplicated=self.deduplicates_tokens,
+        )
+        return self._scaled(seconds * (1.0 - self.assumptions.ep_overlapped_share))
+
+    def copies_sent(self, experts: Experts, ep: int) -> float:
+        """Returns how often a token is sent: to every expert, or once to a rank that has several."""
+        if not self.deduplicates_tokens:
+            return float(experts.active)
+        return network.count_distinct(experts.active, experts.count, places=ep)
+
+    @property
+    def deduplicates_tokens(self) -> bool:
+        """True if a token is sent once to a rank and node with several of its experts."""
+        return self.assumptions.token_dispatcher == "flex"
 
     def group_s(
         self,

@@ -8,6 +8,7 @@ from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.measured_profile import KERNELS, LayerClass, ProfileGap
 from optimus.cost.network import Collective
 from optimus.ir.op import Communicator, Lane, OpKind
+from optimus.job.model import Experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +56,19 @@ class KernelListBuilder:
         ranks: int,
         stride: int,
     ) -> None:
-        """Adds a CP or EP collective, on the NIC when it leaves the node."""
+        """Adds a CP collective, on the NIC when it leaves the node."""
         if ranks > 1:
             seconds = self.cost_model.group_s(kind, size_bytes, ranks=ranks, stride=stride)
             lane = self.cost_model.group_lane(ranks, stride)
             self._add(name, lane, seconds, size_bytes, None, communicator)
+
+    def exchange(self, name: str, token_bytes: float, experts: Experts, ep: int) -> None:
+        """Adds the exchange of tokens between experts, on the NIC when it leaves the node."""
+        if ep > 1:
+            seconds = self.cost_model.exchange_s(token_bytes, experts, ep)
+            size_bytes = token_bytes * self.cost_model.copies_sent(experts, ep)
+            lane = self.cost_model.group_lane(ep, 1)
+            self._add(name, lane, seconds, size_bytes, None, Communicator.EP)
 
     def join(self, *places: int | None) -> None:
         """Makes the next kernel wait for all of these."""

@@ -172,7 +172,7 @@ def _context_exchange(
 
 def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, parts: list[OpKind]) -> None:
     """Adds router, dispatch, grouped products and combine; shared experts follow as an ordinary MLP."""
-    size, ep = shape.dispatch_bytes(experts), shape.layout.ep
+    ep = shape.layout.ep
     router = [(shape.shard, float(experts.count), float(shape.stack.hidden))]
     product = {
         OpKind.FORWARD: shape.forward_s,
@@ -183,16 +183,19 @@ def _experts(kernels: KernelListBuilder, shape: LayerShape, experts: Experts, pa
     if moves:
         first = KernelName.DISPATCH if OpKind.FORWARD in parts else KernelName.COMBINE
         kernels.compute(KernelName.ROUTER, sum(product[part](router) for part in parts))
-        kernels.group(first, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
+        kernels.exchange(first, shape.shard_bytes, experts, ep)
     rows = shape.shard * experts.active
     mlp = Mlp(width=experts.width)
-    seconds = shape.activation_s(mlp, rows, tp=1, backward=OpKind.FORWARD not in parts) if moves else 0.0
+    seconds = 0.0
+    if moves:
+        seconds += shape.activation_s(mlp, rows, tp=1, backward=OpKind.FORWARD not in parts)
+        seconds += shape.permutation_s(experts)
     for part in parts:
         seconds += sum(times * product[part]([(m, n, k)]) for times, m, n, k in shape.expert_gemms(experts))
     kernels.compute(KernelName.EXPERTS, seconds)
     if moves:
         last = KernelName.COMBINE if OpKind.FORWARD in parts else KernelName.DISPATCH
-        kernels.group(last, Collective.ALL_TO_ALL, size, Communicator.EP, ranks=ep, stride=1)
+        kernels.exchange(last, shape.shard_bytes, experts, ep)
     shared = shape.shared_mlp
     if shared is None:
         return

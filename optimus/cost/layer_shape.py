@@ -16,6 +16,11 @@ from optimus.job.workload import TokenLoad
 
 NORM_TENSORS = 4  # read input and residual, write residual and output
 NORM_BACKWARD_TENSORS = 6
+# Attention that stores its scores: the softmax reads and writes them, its backward reads two and writes one;
+# dropout reads, writes and has a mask of one byte.
+UNFUSED_BYTES_PER_SCORE = 2 * BF16_BYTES
+UNFUSED_BACKWARD_BYTES_PER_SCORE = 3 * BF16_BYTES
+DROPOUT_BYTES_PER_SCORE = 2 * BF16_BYTES + 1
 Gemm = tuple[float, float, float]  # tokens, outputs, inputs
 
 
@@ -71,7 +76,8 @@ class LayerShape:
 
     def norm_s(self, *, backward: bool = False) -> float:
         tensors = NORM_BACKWARD_TENSORS if backward else NORM_TENSORS
-        return self.cost_model.memory_s(tensors * self.shard * self.stack.hidden * BF16_BYTES)
+        size = tensors * self.shard * self.stack.hidden * BF16_BYTES
+        return self.cost_model.memory_s(size * self.cost_model.norm_bytes_factor(self.stack.norm))
 
     def attention_s(self, *, backward: bool = False) -> float:
         attention = self.stack.attention
@@ -80,6 +86,8 @@ class LayerShape:
             convolved = self.tokens * (attention.query_width + attention.key_value_width) / self.layout.tp
             seconds = self.forward_s(products) + self.cost_model.memory_s(2 * convolved * BF16_BYTES)
             return seconds * (ATTENTION_BACKWARD_FLOPS if backward else 1.0)
+        if not self.cost_model.assumptions.fused_attention:
+            return self._unfused_attention_s(backward=backward)
         pairs = count_attended_pairs(attention, self.layer, self.load) / self.layout.cp
         heads = self.heads
         flops = 2.0 * pairs * (attention.score_dim + attention.value_dim) * heads
@@ -87,6 +95,15 @@ class LayerShape:
         return self.cost_model.attention_s(
             flops=flops, tokens=span, head_dim=attention.score_dim, causal=attention.causal, backward=backward
         )
+
+    def _unfused_attention_s(self, *, backward: bool) -> float:
+        """Returns the seconds of products over all scores, masked ones too, and of passes over the scores."""
+        attention, scores = self.stack.attention, self.heads * self.squares / self.layout.cp
+        widths = [attention.score_dim, attention.value_dim]  # of queries with keys, of scores with values
+        score_bytes = UNFUSED_BACKWARD_BYTES_PER_SCORE if backward else UNFUSED_BYTES_PER_SCORE
+        score_bytes += DROPOUT_BYTES_PER_SCORE if self.stack.dropout else 0
+        products_s = sum(self.cost_model.unfused_product_s(scores=scores, width=width) for width in widths)
+        return (2 if backward else 1) * products_s + self.cost_model.memory_s(score_bytes * scores)
 
     def qkv_gemms(self) -> list[Gemm]:
         """Returns (tokens, outputs, inputs) of every projection before attention, per rank."""
@@ -143,6 +160,7 @@ class LayerShape:
     def activation_s(self, mlp: Mlp, tokens: float, *, tp: int, backward: bool = False) -> float:
         """Returns the seconds of the non-linearity: reads outputs of `up`, writes inputs of `down`."""
         size = tokens / mlp.merge * (mlp.up_width + mlp.width) / tp * BF16_BYTES
+        size *= self.cost_model.assumptions.gated_bytes_factor if mlp.gated else 1.0
         return self.cost_model.memory_s(size * (2 if backward else 1)) if mlp.width else 0.0
 
     def forward_s(self, gemms: list[Gemm]) -> float:
@@ -152,7 +170,7 @@ class LayerShape:
         return sum(self.cost_model.gemm_s(m, k, n) for m, n, k in gemms)
 
     def weight_gradient_s(self, gemms: list[Gemm]) -> float:
-        return sum(self.cost_model.gemm_s(k, n, m) for m, n, k in gemms)
+        return sum(self.cost_model.weight_gradient_s(m, n, k) for m, n, k in gemms)
 
     # Mixture of experts ----------------------------------------------------------------
 
@@ -168,8 +186,25 @@ class LayerShape:
         hidden = self.stack.hidden
         return [(local, rows, 2 * experts.width, hidden), (local, rows, hidden, experts.width)]
 
-    def dispatch_bytes(self, experts: Experts) -> float:
-        return self.shard * experts.active * self.stack.hidden * BF16_BYTES
+    @property
+    def shard_bytes(self) -> float:
+        """Bytes of the hidden states of a rank's own tokens."""
+        return self.shard * self.stack.hidden * BF16_BYTES
+
+    def permutation_s(self, experts: Experts) -> float:
+        """Returns the seconds in which tokens are sorted for the experts, and summed after them.
+
+        Before and after an exchange; and between it and the products if a rank has several experts. What
+        deduplicates tokens sorts them once, where they arrive.
+        """
+        ep, size = self.layout.ep, self.shard_bytes
+        if ep > 1 and self.cost_model.deduplicates_tokens:
+            arrived = self.cost_model.copies_sent(experts, ep)
+            return 2 * self.cost_model.memory_s((arrived + experts.active) * size)
+        seconds = 2 * self.cost_model.memory_s((1 + experts.active) * size)
+        if 1 < ep < experts.count:
+            seconds += 2 * self.cost_model.memory_s(2 * experts.active * size)
+        return seconds
 
 
 def saved_activation_bytes(shape: LayerShape, recompute: str) -> float:

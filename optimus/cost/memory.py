@@ -17,11 +17,11 @@ MESSAGES_IN_FLIGHT = 4  # of a module at a time: one sent and one received, in b
 
 NOT_MODELLED = (
     "allocator fragmentation beyond the reserve",
-    "power capping and clock drift",
+    "power limits other than the usual ones, and clocks that differ between GPUs",
     "host stalls and data loading",
     "contention with other jobs on the fabric",
     "variation between microbatches, except in the recommendation (each costs the mean of the workload)",
-    "uneven experts, and the permutation of tokens before and after them",
+    "uneven experts",
     "stragglers, restarts and checkpoints",
 )
 

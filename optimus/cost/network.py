@@ -110,6 +110,36 @@ def collective_s(
     return min(_candidates_s(group, collective, size_bytes, bus))
 
 
+def exchange_s(
+    cluster: Cluster, token_bytes: float, *, chosen: int, experts: int, ranks: int, deduplicated: bool
+) -> float:
+    """Returns the seconds in which every rank's tokens reach their `chosen` experts of all, on other ranks.
+
+    A token goes to every expert by itself; deduplicated, once to every rank that has one, and on clusters
+    with measured links once to every other node, where it is forwarded.
+    """
+    if not deduplicated:
+        return collective_s(cluster, Collective.ALL_TO_ALL, token_bytes * chosen, ranks=ranks, stride=1)
+    near_bytes = token_bytes * count_distinct(chosen, experts, places=ranks)
+    nodes = cluster.nodes_spanned(ranks, 1)
+    if nodes == 1 or cluster.gpu.curves == FLAT:
+        return collective_s(cluster, Collective.ALL_TO_ALL, near_bytes, ranks=ranks, stride=1)
+    per_node = cluster.ranks_per_node(ranks, 1)
+    local = _local_bus_bytes_per_s(cluster, Collective.ALL_TO_ALL, per_node)
+    near_s = near_bytes * (per_node - 1) / per_node / local
+    far_bytes = token_bytes * count_distinct(chosen, experts, places=nodes) * (nodes - 1) / nodes
+    far_s = far_bytes / cluster.between_nodes.bandwidth_bytes_per_s
+    return 1e-6 * (_SIMPLE.ring_base_us + _SIMPLE.ring_net_us) + max(near_s, far_s)
+
+
+def count_distinct(chosen: int, experts: int, *, places: int) -> float:
+    """Returns the expected number of places that hold the chosen experts; each holds as many of all."""
+    missed, elsewhere = 1.0, experts - experts / places
+    for place in range(chosen):
+        missed *= max(0.0, elsewhere - place) / (experts - place)
+    return places * (1.0 - missed)
+
+
 def send_s(cluster: Cluster, size_bytes: float, *, across_nodes: bool) -> float:
     """Returns the seconds of a send of `size_bytes` from one rank to another."""
     if size_bytes <= 0:

@@ -17,7 +17,7 @@ from optimus.cost.layer_kernels import (
 from optimus.cost.layer_shape import LayerShape, activation_gradient_bytes, saved_activation_bytes
 from optimus.cost.measured_profile import LayerClass, classify_layer
 from optimus.cost.network import Collective
-from optimus.ir.op import KernelName, OpKind
+from optimus.ir.op import KernelName, Lane, OpKind
 from optimus.job.layout import Layout
 from optimus.job.model import BF16_BYTES, FP32_BYTES, Encoder, Llm, Stack
 from optimus.job.workload import TokenLoad
@@ -184,6 +184,50 @@ def _pass_rows(
     return [pass_rows(index, layer) for index, layer in enumerate(stack)]
 
 
+def add_gather_copies(
+    layers: Sequence[PricedLayer],
+    cost_model: ClusterCostModel,
+    parameter_bytes: int,
+    *,
+    per_forward: float,
+    per_backward: float,
+) -> tuple[PricedLayer, ...]:
+    """Adds the copies of parameters out of the buffers that they are gathered to.
+
+    FSDP2 copies on the stream of the layers. The last layer, whose backward follows its forward, is gathered
+    once for both.
+    """
+    copied: dict[tuple[int, bool], PricedLayer] = {}
+    result = []
+    for layer in layers:
+        key = id(layer), layer is layers[-1]
+        if key not in copied:
+            size = 2 * parameter_bytes * (layer.parameters + layer.expert_parameters)  # read and written
+            backward = 0.0 if layer is layers[-1] else per_backward
+            copies = {
+                OpKind.FORWARD: per_forward,
+                OpKind.BACKWARD: backward,
+                OpKind.INPUT_GRAD: backward,
+                OpKind.WEIGHT_GRAD: 0.0,
+            }
+            kernels = {
+                kind: _delay_first(listed, copies[kind] * cost_model.memory_s(size))
+                for kind, listed in layer.kernels.items()
+            }
+            copied[key] = replace(layer, kernels=kernels)
+        result.append(copied[key])
+    return tuple(result)
+
+
+def _delay_first(kernels: tuple[Kernel, ...], seconds: float) -> tuple[Kernel, ...]:
+    """Returns kernels of which the first that computes takes so much longer."""
+    place = next((at for at, kernel in enumerate(kernels) if kernel.lane == Lane.COMPUTE), None)
+    if place is None:
+        return kernels
+    delayed = replace(kernels[place], duration_s=kernels[place].duration_s + seconds)
+    return (*kernels[:place], delayed, *kernels[place + 1 :])
+
+
 def _stack_layers(
     module: str,
     stack: Stack,
@@ -300,7 +344,9 @@ def _llm_embedding_kernels(
         back = _kernel_list(cost_model, kind, layout.tp)
         if llm.train:
             back.collective(KernelName.EMBEDDING.gather, Collective.ALL_GATHER, size)
-            linears_s = sum(cost_model.gemm_s(k, n, m) + cost_model.gemm_s(m, k, n) for m, n, k in linears)
+            linears_s = sum(
+                cost_model.weight_gradient_s(m, n, k) + cost_model.gemm_s(m, k, n) for m, n, k in linears
+            )
             back.compute(KernelName.EMBEDDING.wgrad, cost_model.memory_s(3 * size) + linears_s)
         result[kind] = tuple(back.kernels)
     return result
@@ -310,7 +356,8 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: Clust
     """Prices final norm, logits and loss; the weight gradient is in kind W when it is split off."""
     hidden, columns = llm.stack.hidden, llm.vocab / layout.tp
     size = tokens * hidden * BF16_BYTES
-    norm_s = cost_model.memory_s(4 * tokens * hidden / layout.tp * BF16_BYTES)
+    norm_bytes = 4 * tokens * hidden / layout.tp * BF16_BYTES
+    norm_s = cost_model.memory_s(norm_bytes * cost_model.norm_bytes_factor(llm.stack.norm))
     loss_s = cost_model.memory_s(tokens * columns * LOSS_BYTES_PER_LOGIT)
     forward = _kernel_list(cost_model, OpKind.FORWARD, layout.tp)
     forward.compute(KernelName.HEAD_NORM, norm_s)
@@ -324,7 +371,7 @@ def _llm_head_kernels(llm: Llm, tokens: float, layout: Layout, cost_model: Clust
             back.compute(KernelName.HEAD.dgrad, dgrad_s)
             back.collective(KernelName.HEAD.scatter, Collective.REDUCE_SCATTER, size)
         if kind != OpKind.INPUT_GRAD and llm.train:
-            back.compute(KernelName.HEAD.wgrad, cost_model.gemm_s(hidden, columns, tokens))
+            back.compute(KernelName.HEAD.wgrad, cost_model.weight_gradient_s(tokens, columns, hidden))
         if kind != OpKind.WEIGHT_GRAD:
             back.compute(KernelName.HEAD_NORM, norm_s)
         result[kind] = tuple(back.kernels)
@@ -342,7 +389,7 @@ def _encoder_embedding_kernels(
     for kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
         back = _kernel_list(cost_model, kind, layout.tp)
         if encoder.train:
-            back.compute(KernelName.PATCHES.wgrad, cost_model.gemm_s(inputs, hidden, shard))
+            back.compute(KernelName.PATCHES.wgrad, cost_model.weight_gradient_s(shard, hidden, inputs))
         result[kind] = tuple(back.kernels)
     return result
 
@@ -357,7 +404,7 @@ def _projector_kernels(
     seconds_by_kind = {
         OpKind.FORWARD: sum(cost_model.gemm_s(rows, n, k) for k, n in gemms),
         OpKind.INPUT_GRAD: sum(cost_model.gemm_s(rows, k, n) for k, n in gemms) if encoder.train else 0.0,
-        OpKind.WEIGHT_GRAD: sum(cost_model.gemm_s(k, n, rows) for k, n in gemms)
+        OpKind.WEIGHT_GRAD: sum(cost_model.weight_gradient_s(rows, n, k) for k, n in gemms)
         if encoder.projector.train
         else 0.0,
     }

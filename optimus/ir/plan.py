@@ -129,6 +129,12 @@ class PlannedModule:
             counts[pipeline] += 1
         return tuple(turns)
 
+    @property
+    def is_fully_sharded(self) -> bool:
+        """True if its parameters are gathered or its gradients reduced in every microbatch."""
+        buckets = (bucket for own in self.buckets for bucket in own)
+        return any(max(bucket.gathered_per, bucket.reduced_per) > Span.STEP for bucket in buckets)
+
     def turn_of(self, microbatch: int) -> int:
         """Returns the turn of an encoder microbatch; of the LLM's, its number."""
         return self.turns[microbatch] if self.turns else microbatch
@@ -258,10 +264,14 @@ class Plan:
         return {name: module for name, module in self.modules.items() if name != LLM}
 
     @property
+    def fully_sharded(self) -> list[str]:
+        """Names of the modules of which parameters are gathered or gradients reduced in every microbatch."""
+        return [name for name, module in self.modules.items() if module.is_fully_sharded]
+
+    @property
     def locked(self) -> bool:
-        """True if replicas gather or reduce parameters in every microbatch, and so wait for each other."""
-        buckets = (b for module in self.modules.values() for own in module.buckets for b in own)
-        return any(max(bucket.gathered_per, bucket.reduced_per) > Span.STEP for bucket in buckets)
+        """True if replicas wait for each other in every microbatch, because modules are fully sharded."""
+        return bool(self.fully_sharded)
 
     def template_of(self, module: str, kind: OpKind, stage: int, chunk: int) -> Template:
         """Returns the phases of an op; none if there is no work."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus.job.cluster import Cluster
 from optimus.job.data_source import DataSource
-from optimus.job.layout import LayoutConstraints, PartialLayout
+from optimus.job.layout import LayoutConstraints, PartialLayout, TokenDispatcher
 from optimus.job.model import Model, Recompute
 from optimus.job.workload import Workload
 
@@ -29,6 +29,8 @@ class CurrentRun:
     reshard_after_forward: bool | None = None  # of `fsdp`: ZeRO-3, else ZeRO-2
     recompute: Mapping[str, Recompute] = field(default_factory=dict)  # by module
     tp_overlapped: float | None = None  # share of the TP traffic
+    ep_overlapped: float | None = None  # share of the exchange of experts
+    token_dispatcher: TokenDispatcher | None = None
     measured_step_s: float | None = None
     measured_memory_bytes: float | None = None
 

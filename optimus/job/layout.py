@@ -13,6 +13,7 @@ from optimus.job.typed import INT32, Count, NumberRange
 BaselineSystem = Literal["three-phase", "balanced", "fsdp", "separate-gpus"]
 AllowedSystem = Literal["fill", BaselineSystem]  # of the search; `fill` is any that schedules into bubbles
 CurrentPlacement = Literal["stage0", BaselineSystem]  # of encoders in the job as it runs today
+TokenDispatcher = Literal["alltoall", "flex"]  # Megatron's words; flex: DeepEP, HybridEP
 CurrentSchedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Axis = Annotated[int, NumberRange(least=1, most=INT32)]
 AXES = ("dp", "pp", "cp", "ep", "tp", "chunks")

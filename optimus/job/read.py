@@ -29,6 +29,7 @@ from optimus.job.layout import (
     LayoutConstraints,
     PartialLayout,
     SearchLimits,
+    TokenDispatcher,
     parse_layout,
 )
 from optimus.job.model import Encoder, Llm, Model, Precision, Recompute
@@ -68,6 +69,8 @@ class TodayBlock:
     reshard_after_forward: bool | None = None
     recompute: object = None
     tp_overlapped: Share | None = None
+    ep_overlapped: Share | None = None
+    token_dispatcher: TokenDispatcher | None = None
     measured: MeasuredBlock = field(default_factory=MeasuredBlock)
 
 
@@ -288,6 +291,8 @@ def _today(node: DocumentNode, block: TodayBlock, model: Model) -> CurrentRun:
         reshard_after_forward=block.reshard_after_forward,
         recompute=recompute,
         tp_overlapped=block.tp_overlapped,
+        ep_overlapped=block.ep_overlapped,
+        token_dispatcher=block.token_dispatcher,
         measured_step_s=measured.step_s,
         measured_memory_bytes=None if peak is None else peak * GB,
     )

@@ -93,6 +93,8 @@ def compare_systems(
     if profile is not None:
         profile.check_model(job.model)
         assumed = _with_host(assumed, profile)
+    if job.today is not None and job.today.token_dispatcher is not None:  # it is the trainer's, on any layout
+        assumed = replace(assumed, token_dispatcher=job.today.token_dispatcher)
     checked = _check_names(job, names)
     ranked = rank_llm_layouts(job, assumed, profile, progress, effort=effort)
     calibration = calibrate_on_measured_step(ranked.contexts[0])

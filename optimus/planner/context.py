@@ -15,7 +15,7 @@ from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
 from optimus.cost.memory import RankMemory
-from optimus.cost.priced_layer import PricedLayer, price_encoder_layers, price_llm_layers
+from optimus.cost.priced_layer import PricedLayer, add_gather_copies, price_encoder_layers, price_llm_layers
 from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import Template
@@ -245,10 +245,15 @@ class PlanningContext:
         sequences: float,
         policy: RecomputePolicy,
         layout: Layout | None = None,
+        *,
+        gather_copies: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[PricedLayer, ...]:
-        """Returns the layers of modules in sequence, priced at one layout, the LLM's own by default."""
+        """Returns the layers of modules in sequence, priced at one layout, the LLM's own by default.
+
+        Fully sharded ones copy their parameters out of gathers, so often per forward and per backward.
+        """
         recompute, where = dict(policy), layout or self.layout
-        key = tuple(module.name for module in modules), where, sequences, policy
+        key = tuple(module.name for module in modules), where, sequences, policy, gather_copies
         if key in self.cache.priced:
             return self.cache.priced[key]
         layers: list[PricedLayer] = []
@@ -257,7 +262,14 @@ class PlanningContext:
                 layers += self._encoder_on_llm_stage(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
-        self.cache.priced[key] = tuple(layers)
+        per_forward, per_backward = gather_copies
+        if per_forward:
+            size = self.job.model.precision.parameter_bytes
+            self.cache.priced[key] = add_gather_copies(
+                layers, self.cost_model, size, per_forward=per_forward, per_backward=per_backward
+            )
+        else:
+            self.cache.priced[key] = tuple(layers)
         return self.cache.priced[key]
 
     def _encoder_on_llm_stage(

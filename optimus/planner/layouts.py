@@ -35,6 +35,15 @@ COMPARE_AT_MOST = 3  # layouts by each estimate in which all systems are compare
 COMPARE_WITHIN = 1.15  # if their estimates are at most this times the best
 
 
+def _make_cost_model(job: Job, assumptions: Assumptions, profile: Profile | None) -> ClusterCostModel:
+    return ClusterCostModel(
+        cluster=job.cluster,
+        assumptions=assumptions,
+        profile=profile or Profile(),
+        gradient_bytes=job.model.precision.gradient_bytes,
+    )
+
+
 def choose_smallest_context(
     job: Job, assumptions: Assumptions, profile: Profile | None = None
 ) -> tuple[PlanningContext, tuple[RejectedLayout, ...]]:
@@ -43,7 +52,7 @@ def choose_smallest_context(
     Open axes grow in this order until all layers fit in one pipeline: tp up to 8 at pp 1, then
     pp, then ep beyond a node; first without recomputing whole layers, then with.
     """
-    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    cost_model = _make_cost_model(job, assumptions, profile)
     if is_llm_layout_stated(job):
         return _context_at_stated_layout(job, cost_model), ()
     rejected: list[RejectedLayout] = []
@@ -280,7 +289,7 @@ def rank_llm_layouts(
     systems need the same recomputation to fit, and that of the LLM alone, since it may hide encoders. Counts,
     not seconds, limit how many layouts are tried.
     """
-    cost_model = ClusterCostModel(cluster=job.cluster, assumptions=assumptions, profile=profile or Profile())
+    cost_model = _make_cost_model(job, assumptions, profile)
     if is_llm_layout_stated(job):
         return RankedLayouts(
             contexts=(_context_at_stated_layout(job, cost_model),), rejected=(), considered=1

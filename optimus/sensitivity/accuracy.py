@@ -65,17 +65,19 @@ class GroupAccuracy:
 
 
 def predict_runs(
-    assumptions: Assumptions | str = "default",
+    assumptions: Assumptions | None = None,
     *,
     runs: Iterable[MeasuredRun] | None = None,
     cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> list[PredictedRun]:
-    """Simulates every published step as it was run; nothing is searched, and nothing is calibrated."""
+    """Simulates every published step as it was run, by its own preset if no `assumptions` are given.
+
+    Nothing is searched, and nothing is calibrated.
+    """
     chosen = load_measured_runs() if runs is None else tuple(runs)
-    base = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
     by_place = compute_by_key(
-        lambda place: predict_run(chosen[place], base),
+        lambda place: predict_run(chosen[place], assumptions or get_preset(chosen[place].preset)),
         {place: float(_count_ops(run)) for place, run in enumerate(chosen)},
         cores=cores,
         report=lambda place: progress(chosen[place].id, place, len(chosen)),
@@ -85,12 +87,18 @@ def predict_runs(
 
 def _count_ops(run: MeasuredRun) -> int:
     """Returns about how many ops of layers a simulation has."""
-    return run.layers * run.sequences_per_step // (run.dp * run.microbatch_sequences)
+    layers = run.job.model.llm.stack.layers
+    return layers * run.sequences_per_step // (run.dp * run.microbatch_sequences)
 
 
 def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
     """Simulates one published step as it was run."""
-    assumed = replace(assumptions, fused_attention=run.fused_attention)
+    assumed = replace(
+        assumptions,
+        fused_attention=run.fused_attention,
+        gather_copies=run.gather_copies is not False,
+        token_dispatcher=run.token_dispatcher,
+    )
     context, _ = choose_smallest_context(run.job, assumed)
     (candidate,) = TodaySystem().candidates(LlmPipelines(context))
     result = candidate.search_result()
@@ -105,9 +113,9 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
 
 
 def group_runs(predicted: Sequence[PredictedRun]) -> Iterator[GroupAccuracy]:
-    """Yields the accuracy of all runs, then by split, GPU, system and source."""
+    """Yields the accuracy of all runs, then by split, kind, GPU, system, preset and source."""
     yield GroupAccuracy.of("all", [each.error for each in predicted])
-    for key in ("split", "gpu", "system", "source"):
+    for key in ("split", "kind", "gpu", "system", "preset", "source"):
         by_name = sorted(predicted, key=lambda each: str(getattr(each.run, key)))
         for name, members in groupby(by_name, key=lambda each: str(getattr(each.run, key))):
             yield GroupAccuracy.of(name, [each.error for each in members])

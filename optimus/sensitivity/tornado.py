@@ -14,6 +14,7 @@ from optimus.sensitivity.perturb import (
     UncertainParameter,
     uncertain_parameters,
 )
+from optimus.sensitivity.win_rate import find_fully_sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,10 @@ class Tornado:
 
 def compute_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | None = None) -> Tornado:
     """Perturbs a plan, and all systems that fit where a comparison is given."""
-    schedules = {plan.strategy: schedule}
+    schedules = {plan.strategy: (schedule, plan.fully_sharded)}
     if comparison is not None:
         schedules |= {
-            name: system.schedule
+            name: (system.schedule, find_fully_sharded(system))
             for name, system in comparison.systems.items()
             if system.fits and name not in ("llm-only", plan.strategy)
         }
@@ -53,7 +54,8 @@ def compute_tornado(plan: Plan, schedule: Schedule, comparison: Comparison | Non
     base = _base_of(plan)
     parameters = uncertain_parameters(base, _noted(plan, "time_scale", 1.0))
     perturbables = {
-        name: PerturbableSchedule(ops, list(plan.encoders), base) for name, ops in schedules.items()
+        name: PerturbableSchedule(ops, list(plan.encoders), base, fully_sharded=sharded)
+        for name, (ops, sharded) in schedules.items()
     }
     what = "all systems that fit were simulated again" if several else "only this plan was simulated again"
     kept = "with their schedules as they are" if several else "with its schedule as it is"

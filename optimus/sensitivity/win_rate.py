@@ -137,6 +137,12 @@ def unperturbed_cost_model(assumptions: Assumptions) -> PerturbedCostModel:
     )
 
 
+def find_fully_sharded(system: SimulatedSystem) -> list[str]:
+    """Returns the names of the modules that a system shards in every microbatch."""
+    result = system.search_result
+    return [] if result is None else result.filled.header.fully_sharded
+
+
 def simulate_cost_models(
     comparison: Comparison,
     drawn: Mapping[str, BatchStepTimes],
@@ -159,7 +165,8 @@ def simulate_cost_models(
 
     def time_system(place: int) -> Floats:
         other = chosen[place]
-        steps_s = PerturbableSchedule(other.schedule, encoders, base).steps_s(models)
+        sharded = find_fully_sharded(other)
+        steps_s = PerturbableSchedule(other.schedule, encoders, base, fully_sharded=sharded).steps_s(models)
         return steps_s * (drawn[other.name].mean_s / other.step_s)
 
     by_place = compute_by_key(

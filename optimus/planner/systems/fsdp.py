@@ -208,8 +208,11 @@ def _least_recomputed(
     sharding: Sharding,
 ) -> FsdpCandidate:
     """Returns the candidate with the least recomputation that fits, or with the most."""
+    copies = (1.0, 1.0) if sharding == Sharding.PARAMETERS else (1 / microbatches, 0.0)
+    if not context.cost_model.assumptions.gather_copies:
+        copies = 0.0, 0.0
     for policy in context.recompute_policies(modules):
-        layers = context.layers(modules, sequences, policy, layout)
+        layers = context.layers(modules, sequences, policy, layout, gather_copies=copies)
         choice = FsdpCandidate(
             context=replace(context, layout=layout),
             layers=layers,

@@ -257,7 +257,9 @@ def _smaller_layouts(context: PlanningContext) -> Iterator[Layout]:
     """Yields layouts of the LLM on fewer replicas or stages, less the encoders' share of the GPU seconds."""
     layout, share = context.layout, _encoder_share(context)
     for axis, size in (("dp", layout.dp), ("pp", layout.pp)):
-        for count in sorted({math.ceil(factor * share * size) for factor in ENCODER_GPU_FACTORS}):
+        counts = {math.ceil(factor * share * size) for factor in ENCODER_GPU_FACTORS}
+        counts.add(max(counts) + 1)  # the fullest of one stage less may hold no more layers
+        for count in sorted(counts):
             shrunk = layout.with_(**{axis: max(1, size - count)})
             if count < size and (shrunk.dp * shrunk.cp * shrunk.tp) % shrunk.ep == 0:
                 yield shrunk

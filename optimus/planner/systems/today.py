@@ -88,13 +88,22 @@ def _context_today(context: PlanningContext, today: CurrentRun) -> PlanningConte
     )
     for sequences in limits.microbatch_sequences:
         at_layout = replace(context, job=drawn, layout=layout, microbatch_sequences=sequences)
-        if layout.gpus == job.cluster.gpus and at_layout.microbatches(sequences) is not None:
-            return at_layout
+        microbatches = at_layout.microbatches(sequences)
+        if layout.gpus == job.cluster.gpus and microbatches is not None:
+            return _overlap_exchanges(at_layout, today, microbatches[0])
     raise DoesNotFit(
         f"today's layout {layout} does not divide {job.cluster.gpus} GPUs and "
         f"{job.workload.sequences_per_step} sequences",
         "state all of today.layout.llm: dp, pp and tp",
     )
+
+
+def _overlap_exchanges(context: PlanningContext, today: CurrentRun, microbatches: int) -> PlanningContext:
+    """Returns the context with exchanges of experts hidden under other microbatches, if there are any."""
+    if today.ep_overlapped is None:
+        return context
+    share = today.ep_overlapped * (microbatches - 1) / microbatches
+    return context.with_assumptions(replace(context.cost_model.assumptions, ep_overlapped_share=share))
 
 
 def _recomputed(model: Model, recompute: Mapping[str, Recompute]) -> Model:
