@@ -215,7 +215,7 @@ def test_the_sentence(sure: WinRate) -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_planning_again_under_perturbed_models_gives_the_same_winner() -> None:
-    """Four of the 200 models made true, two of each winner: all is searched again under each.
+    """Four of the 200 models made true: all is searched again under each.
 
     Where the replay tells two systems apart by 1 % or more, a search that knows the model agrees.
     """

@@ -95,10 +95,10 @@ def format_traces(traces: Sequence[DeviceTrace], means: Sequence[StepIdle], mean
     """Returns the lines of the mean step, of every rank if there are several, and what they say."""
     steps = sum(len(trace.steps) for trace in traces)
     ranks = f"{len(traces)} GPUs" if len(traces) > 1 else traces[0].name
-    lines = wrap_text(
-        "traced",
-        f"{ranks}, {traces[0].device}; {steps} step{'s' * (steps > 1)} of {1e3 * mean.step_s:.1f} ms",
-    )
+    devices = {trace.device for trace in traces}
+    what = f"{ranks}, {devices.pop()}" if len(devices) == 1 else ranks
+    counted = f"{steps} step{'s' * (steps > 1)} of {1e3 * mean.step_s:.1f} ms"
+    lines = wrap_text("traced", f"{what}; {counted}")
     parts = {"compute": mean.busy_s}
     parts |= {WORDS[cause]: seconds for cause, seconds in asdict(mean.bubbles).items()}
     parts |= {"between launches": mean.launch_s, "the host": mean.host_s}
