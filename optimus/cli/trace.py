@@ -23,7 +23,7 @@ AXES = ("dp", "pp", "tp")
 WORDS = {
     "dp_all_gather": "waits for parameters",
     "dp_reduce_scatter": "waits for gradients",
-    "pp_warmup": "pipeline, before the first stage's work",
+    "pp_warmup": "pipeline, before the first work",
     "pp_cooldown": "pipeline, after the last work",
     "pp_other": "pipeline, in between",
     "tp": "waits inside layers (tp, cp, ep)",
