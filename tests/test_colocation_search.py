@@ -250,7 +250,7 @@ def with_small_images(job: Job) -> Job:
 
 @pytest.mark.ci("search")
 def test_a_window_bounds_what_encoders_keep() -> None:
-    """The replay keeps at most 18 of 32 microbatches, and the step is no longer."""
+    """The replay keeps at most 18 of 32 microbatches, for an eighth more time at most."""
     context, _ = choose_smallest_context(find_job("paper/strong-1536"), get_preset("clean"))
     (encoder,) = context.job.model.encoders
     llm = build_llm_pipeline(context, chunks=1, order_name="1f1b")
@@ -266,7 +266,7 @@ def test_a_window_bounds_what_encoders_keep() -> None:
         steps.append(made.step_s)
         kept.append(max(held.encoder_activations for held in made.plan.memory))
     assert kept[1] == pytest.approx(18 / 32 * kept[0])
-    assert steps[1] <= 1.001 * steps[0]
+    assert steps[0] < steps[1] <= 1.125 * steps[0]
 
 
 @pytest.mark.ci("search")
@@ -331,27 +331,27 @@ def test_a_block_has_as_many_pieces_as_images_and_no_more(tp: int, pieces: list[
 
 @pytest.mark.ci("search")
 def test_three_pieces_fit_slots_that_two_do_not() -> None:
-    """Two pieces take 14.42 s: kernels of half a microbatch do not fit between the LLM's collectives.
+    """Pieces that are only doubled take 16.33 s: their kernels do not fit between the LLM's collectives.
 
-    With all microbatches resident three take 13.78 s, with as many as fit at p99 of steps 13.87 s.
+    Three take 15.64 s, with as many microbatches resident as fit at p99 of steps.
     """
     context, _ = choose_smallest_context(long_tailed(), get_preset("default"))
     found = OptimusSearch(context, LlmPipelines(context).for_colocation).find_plan()
     (name,) = found.plan.encoders
     assert found.plan.modules[name].microbatches_per_llm_microbatch == 3
-    assert found.filled.step_s < 13.9
+    assert found.filled.step_s < 15.7
     assert not check_plan(bound(found.filled.plan, context)).violations
 
 
 @pytest.mark.ci("search")
 @pytest.mark.parametrize("chunks", [6, 10])
 def test_stated_chunks_are_kept(chunks: int) -> None:
-    """The LLM alone would be fastest with 20; encoders lie beside it with as many as the job says."""
+    """The LLM alone would be fastest with 19; encoders lie beside it with as many as the job says."""
     context, _ = choose_smallest_context(
         find_job("paper/B", layouts=[f"llm=chunks{chunks}"]), get_preset("default")
     )
     floors = LlmPipelines(context)
-    assert floors.floor.layout.chunks == 20
+    assert floors.floor.layout.chunks == 19
     assert {llm.layout.chunks for llm in floors.for_colocation} == {chunks}
     roomier = [
         llm for free in (4e9, 16e9) for llm in floors.with_free_memory(floors.for_colocation[0], [free])
@@ -362,7 +362,7 @@ def test_stated_chunks_are_kept(chunks: int) -> None:
 @pytest.mark.ci("search")
 def test_chunks_left_open_are_also_halved() -> None:
     """Half as many chunks cost the LLM time, and leave the first microbatches of encoders more of it."""
-    job = find_job("paper/B")
+    job = find_job("paper/A")
     open_job = replace(job, layout=replace(job.layout, modules={LLM: PartialLayout(pp=4, tp=8)}))
     context, _ = choose_smallest_context(open_job, get_preset("default"))
     floors = LlmPipelines(context)

@@ -18,6 +18,7 @@ CHANGED = {
     "per_step: 8\n": "per_step: 128\n",
     "gb_per_s_per_gpu: 1\n": "gb_per_s_per_gpu: 20\n",
     "latency_us: 50\n": "latency_us: 2\n",
+    "microbatch_sequences: [1]": "microbatch_sequences: [1], allow: [fill, fsdp]",  # what fills deals
 }
 SYSTEMS = ("stage0", "fsdp")
 
