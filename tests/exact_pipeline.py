@@ -117,7 +117,7 @@ class ExactModel:
         )
 
     def _add_cut(self) -> None:
-        """Where each virtual stage begins, and with prefix sums of the layers how long its ops take."""
+        """Adds where each virtual stage begins, and by prefix sums of the layers how long its ops take."""
         model, instance = self._model, self._instance
         count, parts = len(instance.layers), instance.virtual_stages
         self._cut = [
@@ -170,7 +170,7 @@ class ExactModel:
                 self._model.add(start >= self._ends[done, virtual, microbatch])
 
     def _add_bounds(self) -> None:
-        """What ends last; and, so that proofs are quick, what holds for any order."""
+        """Bounds the makespan by every end, and, so that proofs are quick, by what holds for any order."""
         instance = self._instance
         for end in self._ends.values():
             self._model.add(self._makespan >= end)

@@ -84,7 +84,7 @@ def test_a_run_is_predicted_as_the_command_simulates_it(name: str) -> None:
     ],
 )
 def test_tuned_pipelines_are_met(name: str) -> None:
-    """Of two sources on two GPUs; nothing of the cost model is fitted to them. Others are further off."""
+    """Runs of two sources on two GPUs are met, to which nothing is fitted; others are further off."""
     assert abs(predict_run(RUNS[name], get_preset(RUNS[name].preset)).error) < 0.08
 
 

@@ -300,6 +300,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["trace", *files, "--group", "mine=tp", "--json"]) == OK
     result = json.loads(capsys.readouterr().out)
     assert result["mean"]["bubbles_s"]["tp"] == result["mean"]["fillable_s"] == pytest.approx(150e-6)
+    alone = write(tmp_path / "rank_2.json", kernel(1000, 2000))  # in no group
+    assert run(["trace", files[0], str(alone), "--group", "mine=tp", "--json"]) == OK
+    capsys.readouterr()
     for wrong in ("mine=xp", "dp", "=dp", "other=dp"):
         assert run(["trace", *files, "--group", wrong]) == USER_ERROR, wrong
     assert run(["trace"]) == USER_ERROR

@@ -135,7 +135,7 @@ SHARES = st.dictionaries(st.sampled_from(list(SYSTEMS)), st.floats(0.5, 1.0), mi
 
 
 def perturbed_steps(steps_s: dict[str, list[float]]) -> PerturbedSteps:
-    """As many cost models as a system has steps."""
+    """Returns steps under as many cost models as a system has steps."""
     models = (unperturbed_cost_model(get_preset("default")),) * len(next(iter(steps_s.values())))
     steps = {name: np.array(values) for name, values in steps_s.items()}
     return PerturbedSteps(margin=1.02, parameters=(), models=models, steps_s=steps, same_as={})

@@ -236,7 +236,7 @@ def test_today_runs_on_all_gpus_of_the_job_and_no_more(placement: str, tmp_path:
 
 
 def test_today_runs_the_recipe_that_is_stated(tmp_path: Path) -> None:
-    """As a job that states the same in its model, its limits and its assumptions."""
+    """It takes what a job takes that states the same in its model, its limits and its assumptions."""
     recipe = """
   microbatch_sequences: 2
   schedule: zero-bubble

@@ -57,6 +57,7 @@ class TraceCommand:
             for place, path in enumerate(self.files):
                 traces += read_traces(path, groups)
                 progress(path.name, place, len(self.files))
+        _check_groups(groups, traces)
         means = [average_steps(account_idle(trace)) for trace in traces]
         result = {
             "schema": SCHEMA,
@@ -89,6 +90,15 @@ def _read_groups(stated: Sequence[str]) -> Mapping[str, str]:
             )
         groups[name] = axis
     return groups
+
+
+def _check_groups(groups: Mapping[str, str], traces: Sequence[DeviceTrace]) -> None:
+    """Refuses a name that no trace has; a rank need not be in every group."""
+    known = {name for trace in traces for name in trace.groups}
+    for name in groups:
+        if name not in known:
+            hint = f"use one of {', '.join(sorted(known))}" if known else "leave it out: they have none"
+            raise UserError(field="--group", value=name, problem="is no group of the traces", hint=hint)
 
 
 def format_traces(traces: Sequence[DeviceTrace], means: Sequence[StepIdle], mean: StepIdle) -> list[str]:

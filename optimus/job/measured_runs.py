@@ -53,8 +53,8 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """What its model is: dense, moe, or vlm where it has encoders."""
-        model = self.job.model
+        """The kind of its model: dense, moe, or vlm where it has encoders."""
+        model = load_measured_models()[self.model]
         if model.encoders:
             return "vlm"
         return "moe" if model.llm.stack.experts else "dense"

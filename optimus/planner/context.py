@@ -262,15 +262,14 @@ class PlanningContext:
                 layers += self._encoder_on_llm_stage(module, where, sequences, recompute[module.name])
             else:
                 layers += self.llm_layers(where, sequences, recompute[module.name])
-        per_forward, per_backward = gather_copies
+        priced, (per_forward, per_backward) = tuple(layers), gather_copies
         if per_forward:
             size = self.job.model.precision.parameter_bytes
-            self.cache.priced[key] = add_gather_copies(
+            priced = add_gather_copies(
                 layers, self.cost_model, size, per_forward=per_forward, per_backward=per_backward
             )
-        else:
-            self.cache.priced[key] = tuple(layers)
-        return self.cache.priced[key]
+        self.cache.priced[key] = priced
+        return priced
 
     def _encoder_on_llm_stage(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str

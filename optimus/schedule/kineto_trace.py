@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from optimus.errors import UserError
 from optimus.ir.op import Floats, Ints
-from optimus.schedule.bubbles import CAUSES, BubbleSeconds
+from optimus.schedule.bubbles import CAUSES, BubbleSeconds, average_bubbles
 
 HINT = "give a trace of torch.profiler with ProfilerActivity.CUDA, as .json or .json.gz"
 STEP = re.compile(r"ProfilerStep#(\d+)$")
@@ -31,7 +32,7 @@ NO_NAME = "unnamed"  # groups in traces that do not say of which group a collect
 
 
 class Purpose(IntEnum):
-    """What a kernel of a GPU is for."""
+    """Use of a kernel of a GPU: compute, a copy, or the communication of an axis."""
 
     COMPUTE = 0
     COPY = 1  # from or to the host
@@ -72,12 +73,13 @@ class DeviceTrace:
     synchronized_s: Floats  # rows of begin and end: the host waited for the GPU
     purpose: Ints
     steps: tuple[tuple[float, float], ...]  # begin and end on the GPU
-    unknown_groups: tuple[str, ...]
+    groups: frozenset[str]  # process groups of its collectives
+    unknown_groups: tuple[str, ...]  # those of which nothing says what they are for
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepIdle:
-    """Where the seconds of a GPU's step went: the busy ones and the idle ones by cause add up to it."""
+    """Seconds of a GPU's step: busy, and idle by cause; they add up to it."""
 
     step_s: float
     busy_s: float
@@ -125,7 +127,7 @@ def read_traces(path: Path, groups: Mapping[str, str] | None = None) -> list[Dev
     info = head.get("distributedInfo") or {}
     purposes = _Purposes(info, groups or {})
     rank = info.get("rank") if len(by_gpu) == 1 else None
-    traces = [
+    return [
         _read_gpu(
             sorted(kernels, key=lambda event: float(event["ts"])),
             name=f"GPU {pid}" if len(by_gpu) > 1 else path.name if rank is None else f"rank {rank}",
@@ -137,13 +139,6 @@ def read_traces(path: Path, groups: Mapping[str, str] | None = None) -> list[Dev
         )
         for pid, kernels in by_gpu.items()
     ]
-    for name in groups or ():
-        if name not in purposes.seen:
-            known = ", ".join(sorted(purposes.seen)) or "none"
-            raise UserError(
-                field="--group", value=name, problem=f"is no group of {path.name}", hint=f"it has: {known}"
-            )
-    return traces
 
 
 def _read_gpu(
@@ -171,6 +166,7 @@ def _read_gpu(
         synchronized_s=(synchronized - origin) / 1e6,
         purpose=purpose,
         steps=tuple(_find_steps(begin_s, end_s, launched_s, (marks - origin) / 1e6)),
+        groups=frozenset(purposes.seen),
         unknown_groups=tuple(sorted(purposes.unknown)),
     )
 
@@ -319,15 +315,13 @@ def _pipeline_cause(where: float) -> str:
 
 def average_steps(steps: list[StepIdle]) -> StepIdle:
     """Returns the mean step."""
-    count = len(steps)
-    sums = {cause: sum(getattr(step.bubbles, cause) for step in steps) / count for cause in CAUSES}
     return StepIdle(
-        step_s=sum(step.step_s for step in steps) / count,
-        busy_s=sum(step.busy_s for step in steps) / count,
-        bubbles=BubbleSeconds(**sums),
-        host_s=sum(step.host_s for step in steps) / count,
-        launch_s=sum(step.launch_s for step in steps) / count,
-        unknown_s=sum(step.unknown_s for step in steps) / count,
+        step_s=fmean(step.step_s for step in steps),
+        busy_s=fmean(step.busy_s for step in steps),
+        bubbles=average_bubbles(tuple(step.bubbles for step in steps)),
+        host_s=fmean(step.host_s for step in steps),
+        launch_s=fmean(step.launch_s for step in steps),
+        unknown_s=fmean(step.unknown_s for step in steps),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.ir.op import Floats, Ints
-from optimus.job.measured_runs import MeasuredRun, load_measured_runs
+from optimus.job.measured_runs import MeasuredRun, load_measured_models, load_measured_runs
 from optimus.planner.forked import compute_by_key
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.llm_only import LlmPipelines
@@ -87,7 +87,7 @@ def predict_runs(
 
 def _count_ops(run: MeasuredRun) -> int:
     """Returns about how many ops of layers a simulation has."""
-    layers = run.job.model.llm.stack.layers
+    layers = load_measured_models()[run.model].llm.stack.layers
     return layers * run.sequences_per_step // (run.dp * run.microbatch_sequences)
 
 
