@@ -24,6 +24,7 @@ from optimus.schedule.pipeline_orders import (
     build_interleaved_1f1b_order,
     build_zero_bubble_order,
 )
+from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 
 
 def setting_of(name: str) -> PlanningContext:
@@ -90,7 +91,16 @@ def test_zero_bubble_keeps_activations_until_their_weight_gradient() -> None:
 def test_components_stand_for_the_moment_of_the_peak() -> None:
     ops = [PipelineOp(kind, chunk, 0) for chunk in (0, 1) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
     saved = np.array([[(3.0, 0.0)], [(0.0, 2.0)]])
-    assert find_peak_activations(OrderColumns.of((tuple(ops),)), saved).tolist() == [[3.0, 0.0]]
+    assert find_peak_activations(OrderColumns.of((tuple(ops),)), saved).tolist() == [[3.0, 0.0, 0.0]]
+
+
+def test_logits_are_held_from_forward_to_input_gradient() -> None:
+    kind_of = dict(zip("FBIW", CHUNK_OP_KINDS, strict=True))
+    for kinds, most in (("FBFB", 1.0), ("FFBFBB", 2.0), ("FIFIWW", 1.0), ("FFIWIW", 2.0)):
+        ops = tuple(PipelineOp(kind_of[letter], 0, 0) for letter in kinds)
+        columns = OrderColumns.of((ops,))
+        peaks = find_peak_activations(columns, np.zeros((1, 1, 1)), logits=np.ones((1, 1)))
+        assert peaks.tolist() == [[0.0, most]], kinds
 
 
 def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:

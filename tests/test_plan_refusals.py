@@ -58,7 +58,7 @@ REFUSALS: list[tuple[Callable[[ParsedDocument], Any], str, str]] = [
     (drop("schema"), "plan", "has no schema"),
     (put("optimus.job/1", "schema"), "schema", "is not the schema of a plan"),
     (put(1, "schema"), "schema", "is not the schema of a plan"),
-    (put("optimus.plan/5", "schema"), "schema", "is newer"),
+    (put("optimus.plan/6", "schema"), "schema", "is newer"),
     (put([], "requires"), "requires", "is not known here"),
     (put("attention", "modules", "llm", "recomputed"), "modules.llm.recomputed", "is not a list"),
     (put([1], "modules", "llm", "recomputed"), "modules.llm.recomputed[0]", "is not text"),
@@ -219,8 +219,19 @@ def test_what_is_not_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem(path) == "is larger than 1,000 bytes"
 
 
+def to_format_4(document: ParsedDocument) -> None:
+    """Undoes what format 5 changed."""
+    document["schema"] = "optimus.plan/4"
+    for row in (*document["chunks"], document["legend"]["chunk"]):
+        del row[4]
+    document["legend"]["chunk"][2:4] = ["kept_bytes", "made_again_bytes"]
+    for row in (*document["memory"], document["legend"]["memory"]):
+        del row[-1]
+
+
 def to_format_3(document: ParsedDocument) -> None:
-    """Undoes what format 4 changed."""
+    """Undoes what formats 4 and 5 changed."""
+    to_format_4(document)
     document["schema"] = "optimus.plan/3"
     for row in (*document["buckets"], document["legend"]["bucket"]):
         del row[-2:]
@@ -229,7 +240,7 @@ def to_format_3(document: ParsedDocument) -> None:
 
 
 def to_format_2(document: ParsedDocument) -> None:
-    """Undoes what formats 3 and 4 changed."""
+    """Undoes what formats 3 to 5 changed."""
     to_format_3(document)
     document["schema"] = "optimus.plan/2"
     del document["dealing_replicas"]
@@ -281,11 +292,28 @@ def test_a_plan_from_before_sharded_parameters_gathers_them_once_a_step() -> Non
     assert format_plan(old) == format_plan(two_pipelines())
 
 
-@pytest.mark.parametrize("path", [("buckets",), ("memory",), ("legend",), ("buckets", 0), ("memory", 0)])
+def test_a_plan_from_before_counted_logits_has_those_of_one_microbatch() -> None:
+    def with_logits(document: ParsedDocument) -> None:
+        to_format_4(document)
+        for number, row in enumerate(document["memory"]):
+            row[:0] = (5, 2) if number else ("logits", "working")
+
+    old = parse_plan(edited(with_logits), "x.json").memory[0]
+    assert old.fixed["working"] == 7 and old.logits == 0 and "logits" not in old.fixed
+    assert format_plan(parse_plan(edited(to_format_4), "x.json")) == format_plan(two_pipelines())
+
+
+@pytest.mark.parametrize("to_old", [to_format_3, to_format_4])
+@pytest.mark.parametrize(
+    "path",
+    [("buckets",), ("chunks",), ("memory",), ("legend",), ("buckets", 0), ("chunks", 0), ("memory", 0)],
+)
 @pytest.mark.parametrize("value", [None, 3, "x", {}, [[]], [None]])
-def test_broken_files_of_format_3_are_refused(path: tuple[str | int, ...], value: Any) -> None:
+def test_broken_files_of_older_formats_are_refused(
+    path: tuple[str | int, ...], value: Any, to_old: Callable[[ParsedDocument], None]
+) -> None:
     def broken(document: ParsedDocument) -> None:
-        to_format_3(document)
+        to_old(document)
         put(value, *path)(document)
 
     refused(edited(broken))
@@ -302,7 +330,7 @@ def test_broken_files_of_format_1_are_refused(path: tuple[str, ...], value: Any)
 
 
 def test_formats_that_cannot_be_read() -> None:
-    assert "update" in refused(edited(put("optimus.plan/5", "schema"))).hint
+    assert "update" in refused(edited(put("optimus.plan/6", "schema"))).hint
 
     def old(value: Any, field: str) -> UserError:
         document = json.loads(format_plan(two_pipelines()))

@@ -53,7 +53,7 @@ def test_random_plans_are_read_again() -> None:
 def test_one_line_per_op() -> None:
     plan = two_pipelines()
     lines = format_plan(plan).splitlines()
-    assert lines[:2] == ["{", '"schema": "optimus.plan/4",']
+    assert lines[:2] == ["{", '"schema": "optimus.plan/5",']
     ops = [line for line in lines if re.fullmatch(r'"[a-z0-9]+\.[FBIWa-z-]+ \d+ \d+ \d+",?', line)]
     assert len(ops) == sum(map(len, plan.programs))
     assert lines.index('["class 1: stage 1, context 0, tp block 0",') > 0

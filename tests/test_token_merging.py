@@ -111,7 +111,7 @@ def test_layers_behind_the_merger_have_a_quarter_of_the_tokens(tmp_path: Path, r
     state = LOAD.tokens / 4 * encoder.stack.hidden * 2
     assert [layer.output_bytes / state for layer in (embedding, *layers)] == [1, 1, 1] + [0.25] * 4
     assert projector.output_bytes == LOAD.tokens / 16 / 4 * 96 * 2
-    for name in ("activation_bytes", "recomputed_bytes", "gradient_bytes"):
+    for name in ("activation_bytes", "recomputed_bytes", "working_bytes"):
         assert getattr(layers[-1], name) == getattr(layers[0], name) / 4, name
     assert sum(layer.flops for layer in priced) == pytest.approx(forward_flops(encoder, LOAD))
     collectives = {kernel.name: kernel for kernel in layers[MERGER].kernels[OpKind.FORWARD]}

@@ -92,10 +92,10 @@ def sharded_state_memory(
 
 
 def transient_bytes(layers: Iterable[PricedLayer]) -> float:
-    """Returns the bytes of one layer's backward and of messages in flight between stages."""
+    """Returns the bytes that one layer needs while it runs, and of messages in flight between stages."""
     held = list(layers)
     messages = max((MESSAGES_IN_FLIGHT * x.output_bytes * (x.layout.pp > 1) for x in held), default=0.0)
-    return max((x.backward_bytes for x in held), default=0.0) + messages
+    return max((x.transient_bytes for x in held), default=0.0) + messages
 
 
 def communicator_bytes(*group_sizes: int) -> float:

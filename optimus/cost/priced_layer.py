@@ -37,7 +37,7 @@ class PricedLayer:
     flops: float = 0.0  # of the model's forward pass, all ranks together
     expert_parameters: float = 0.0  # on one rank
     recomputed_bytes: float = 0.0  # of activations recomputed before the layer's backward
-    gradient_bytes: float = 0.0  # of activations, alive only while the layer's own backward runs
+    working_bytes: float = 0.0  # alive only while the layer runs: gradients, or what a frozen one computes
     logits_bytes: float = 0.0
     logit_gradient_bytes: float = 0.0
 
@@ -47,9 +47,9 @@ class PricedLayer:
         return self.recomputed_bytes + self.logit_gradient_bytes
 
     @property
-    def backward_bytes(self) -> float:
-        """Bytes that exist only while the layer's own backward runs."""
-        return self.recomputed_bytes + self.gradient_bytes
+    def transient_bytes(self) -> float:
+        """Bytes that exist only while the layer itself runs."""
+        return self.recomputed_bytes + self.working_bytes
 
     @property
     def shard_parameters(self) -> float:
@@ -284,7 +284,8 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
     both = _chain(recomputed, tuple(list_backward_kernels(shape, weights=True))) if train else inputs
     stack, layout = shape.stack, shape.layout
     experts, replicated = stack.expert_parameters(shape.layer), stack.replicated_parameters(shape.layer)
-    kept = saved_activation_bytes(shape, recompute) if passes_gradients else 0.0
+    whole = saved_activation_bytes(shape, "none")
+    saved = saved_activation_bytes(shape, recompute) if passes_gradients else 0.0
     return PricedLayer(
         module=shape.module,
         layout=layout,
@@ -296,9 +297,9 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         },
         parameters=replicated + (stack.layer_parameters(shape.layer) - experts - replicated) / layout.tp,
         expert_parameters=experts / layout.ep,
-        activation_bytes=kept,
-        recomputed_bytes=saved_activation_bytes(shape, "none") - kept if passes_gradients else 0.0,
-        gradient_bytes=activation_gradient_bytes(shape) if passes_gradients else 0.0,
+        activation_bytes=saved,
+        recomputed_bytes=whole - saved if passes_gradients else 0.0,
+        working_bytes=activation_gradient_bytes(shape) if passes_gradients else whole,
         output_bytes=shape.shard * stack.hidden * BF16_BYTES / stack.merge_of(shape.layer),
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),

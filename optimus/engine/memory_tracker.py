@@ -28,9 +28,9 @@ from optimus.ir.ranks import LLM
 from optimus.protocols import Batch, Recorder
 from optimus.verify.memory_replay import ALIVE, replay_live_bytes
 
-LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED = range(len(ALIVE))
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED, LOGITS = range(len(ALIVE))
+COUNTED = ALIVE[:LOGITS]  # logits are counted among the LLM's activations
 STATES = ("parameters", "gradients", "optimizer")
-WORKING = ("working", "logits")  # planned as constant, counted with the component that allocates them
 _DEVICE = torch.ops.prim.device.default  # op that fake tensors call
 
 
@@ -53,18 +53,20 @@ def _compare(
 ) -> MemoryUse:
     device = plan.ranks.class_of(rank)
     alive, fixed = replay_live_bytes(plan, device), plan.memory[device].fixed
-    working = sum(fixed[name] for name in WORKING)
+    alive[:, LLM_ACTIVATIONS] += alive[:, LOGITS]
+    alive = alive[:, :LOGITS]
+    working = fixed["working"]  # counted with the component that allocates it
     planned = {name: fixed[name] for name in STATES}
     peak_bytes = tracker.peak_bytes
     live_bytes = tracker.live_bytes.sum(axis=1)
     before = np.concatenate([[0], live_bytes[:-1]])
     over = peak_bytes - alive.sum(axis=1) - working
-    peaks = dict(zip(ALIVE, tracker.live_bytes.max(axis=0).tolist(), strict=True))
+    peaks = dict(zip(COUNTED, tracker.live_bytes.max(axis=0).tolist(), strict=True))
     return MemoryUse(
         rank=rank,
         planned={
             **planned,
-            **dict(zip(ALIVE, alive.max(axis=0).tolist(), strict=True)),
+            **dict(zip(COUNTED, alive.max(axis=0).tolist(), strict=True)),
             "working": working,
         },
         counted={**states, **peaks, "working": int((peak_bytes - np.maximum(before, live_bytes)).max())},
@@ -99,9 +101,9 @@ class MemoryTracker(TorchDispatchMode):
             self._alive[storage._cdata] = weakref.ref(storage), GATHERED, 0
         for tensor in known:
             self._exclude_input(tensor)
-        self._bytes, self._total = [0] * len(ALIVE), 0
+        self._bytes, self._total = [0] * len(COUNTED), 0
         self._now, self._most, self._next = LLM_ACTIVATIONS, 0, 0
-        self.live_bytes: Ints = np.zeros((len(program), len(ALIVE)), np.int64)
+        self.live_bytes: Ints = np.zeros((len(program), len(COUNTED)), np.int64)
         self.peak_bytes: Ints = np.zeros(len(program), np.int64)
         self._recorder: Recorder
 

@@ -16,7 +16,7 @@ from optimus.ir.ranks import LLM, RankGrid
 from optimus.job.layout import Layout
 from optimus.job.typed import INT32, INT64, NonNegative, NumberRange, Whole
 
-FORMAT = 4
+FORMAT = 5
 SCHEMA = f"optimus.plan/{FORMAT}"
 WHOLE_STAGE = -1  # `chunk` of a bucket that belongs to all chunks of its stage
 MAX_LAYERS = 100_000
@@ -55,6 +55,7 @@ class PlannedChunk:
     layers: Layers
     saved_activation_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
     recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W
+    logits_bytes: Bytes = 0  # of a microbatch, from its F to its B (or I)
     output_bytes: Bytes = 0  # what F sends on, and B sends back
     send_s: NonNegative = 0.0
 
@@ -186,10 +187,11 @@ class DeviceClassMemory:
     encoder_activations: int
     seam: int
     gathered: int = 0  # parameters, and gradients to be reduced, of buckets that are not held for a step
+    logits: int = 0
 
     @property
     def peak(self) -> int:
-        alive = self.llm_activations + self.encoder_activations + self.seam + self.gathered
+        alive = self.llm_activations + self.encoder_activations + self.seam + self.gathered + self.logits
         return sum(self.fixed.values()) + alive
 
 

@@ -39,15 +39,11 @@ from optimus.job.typed import ROW, NonNegative, Whole, read_typed, refuse_unknow
 
 PHASE_KINDS = (*COMPUTE_PHASES, *COLLECTIVE_PHASES)
 PHASE = ["name", "kind", "layer", "duration_s", "bytes", "lane", "communicator", "after"]
-CHUNK = ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"]
+CHUNK = ["templates", "layers", "saved_bytes", "recomputed_bytes", "logits_bytes", "output_bytes", "send_s"]
 BUCKET = ["chunk", "first_layer", "end_layer", "gather_s", "gather_bytes", "reduce_s", "reduce_bytes"]
 BUCKET += ["lane", "gates", "gathered_per", "reduced_per"]
-ALIVE = [
-    "llm_activations",
-    "encoder_activations",
-    "seam",
-    "gathered",
-]  # columns of memory after the fixed components
+# Columns of memory after the fixed components.
+ALIVE = ["llm_activations", "encoder_activations", "seam", "gathered", "logits"]
 LEGEND = {
     "modules": "places in the tables: chunks by virtual stage (chunk * pp + stage), buckets by stage",
     "chunk": CHUNK,

@@ -24,15 +24,21 @@ from optimus.ir.plan import (
     Template,
 )
 from optimus.ir.plan_lines import format_program_lines, format_program_title
-from optimus.ir.plan_reader import ALIVE, LEGEND, read_plan_document
+from optimus.ir.plan_reader import ALIVE, CHUNK, LEGEND, read_plan_document
 from optimus.job.nodes import DocumentNode, is_file, parse_json, read_text
 from optimus.job.typed import read_typed
 
 Row = list[Any]
 PLAN_FILE_ENDING = ".plan.json"
 MAX_BYTES = 200_000_000
-LEGEND_3 = {**LEGEND, "bucket": LEGEND["bucket"][:-2], "memory": LEGEND["memory"][:-1]}  # of format 3
+LEGEND_4 = {
+    **LEGEND,
+    "chunk": ["templates", "layers", "kept_bytes", "made_again_bytes", "output_bytes", "send_s"],
+    "memory": LEGEND["memory"][:-1],
+}  # of format 4
+LEGEND_3 = {**LEGEND_4, "bucket": LEGEND["bucket"][:-2], "memory": LEGEND_4["memory"][:-1]}  # of format 3
 TABLES_3 = ("buckets", "memory")  # to which format 4 added columns
+TABLES_4 = ("chunks", "memory")  # to which format 5 did
 TABLE_LINES = 16  # a longer table has several rows on a line, so that the header stays short
 
 
@@ -117,8 +123,8 @@ def _template_rows(template: Template) -> list[Row]:
 def _chunk_row(chunk: PlannedChunk) -> Row:
     """Returns templates, sizes and send time of a virtual stage."""
     templates = {kind.word: chunk.templates[kind] for kind in COMPUTE_OPS if kind in chunk.templates}
-    sizes = (chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.output_bytes)
-    return [templates, *map(int, sizes), float(chunk.send_s)]
+    held = (chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.logits_bytes)
+    return [templates, *map(int, (chunk.layers, *held, chunk.output_bytes)), float(chunk.send_s)]
 
 
 def _bucket_row(bucket: Bucket) -> Row:
@@ -258,13 +264,33 @@ def _migrate_from_3(root: DocumentNode) -> None:
     """States that parameters are gathered, and gradients reduced, once a step."""
     document = root.value
     if document.get("legend") == LEGEND_3:
-        document["legend"] = LEGEND
+        document["legend"] = LEGEND_4
     buckets, memory = (value if isinstance(value, list) else [] for value in map(document.get, TABLES_3))
     for row in (row for row in buckets if isinstance(row, list)):
         row += ["step", "step"]
     for number, row in enumerate(memory):
         if isinstance(row, list):
             row.append(0 if number else "gathered")
+
+
+def _migrate_from_4(root: DocumentNode) -> None:
+    """States that chunks keep no logits: those of one microbatch are part of what is always there."""
+    document = root.value
+    if document.get("legend") == LEGEND_4:
+        document["legend"] = LEGEND
+    chunks, memory = (value if isinstance(value, list) else [] for value in map(document.get, TABLES_4))
+    for row in (row for row in chunks if isinstance(row, list)):
+        row.insert(CHUNK.index("logits_bytes"), 0)
+    names, *rows = [row for row in memory if isinstance(row, list)] or [[]]
+    if "logits" in names and "working" in names:
+        logits, working = names.index("logits"), names.index("working")
+        names[logits] = "logits of one microbatch"  # absent from here on
+        for row in rows:
+            if len(row) == len(names) and type(row[logits]) is type(row[working]) is int:
+                row[working], row[logits] = row[working] + row[logits], None
+    names.append("logits")
+    for row in rows:
+        row.append(0)
 
 
 def _named_phases(document: dict[str, Any], chunks: Any) -> Iterator[NamedPhase]:
@@ -290,6 +316,7 @@ MIGRATIONS: tuple[Callable[[DocumentNode], None], ...] = (
     _migrate_from_1,
     _migrate_from_2,
     _migrate_from_3,
+    _migrate_from_4,
 )  # by format, in place
 
 

@@ -106,7 +106,7 @@ def _to_rank_memory(held: DeviceClassMemory) -> RankMemory:
         parameters=fixed["parameters"] + held.gathered,
         gradients=fixed["gradients"],
         optimizer=fixed["optimizer"],
-        logits=fixed["logits"],
+        logits=held.logits,
         communicators=fixed["communicators"],
         reserve=fixed["reserve"],
         llm_activations=held.llm_activations + fixed["working"],

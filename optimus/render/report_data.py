@@ -308,6 +308,7 @@ def _worst_rank(plan: Plan, replay: ReplayedPlan) -> WorstRankMemory:
         "encoder activations": held.encoder_activations,
         "seam": held.seam,
         "gathered": held.gathered,
+        "logits": held.logits,
     }
     alive = list(live_bytes_by_line(plan, plan.programs))[device].astype(np.float64)
     times = np.maximum.accumulate(replay.timeline.start_s[replay.schedule.device == device])

@@ -113,15 +113,19 @@ def time_ops(order: OrderColumns, seconds: StageSeconds, assumptions: Assumption
     return OpTimeline(start_s=start, finish_s=finish, step_s=step_s)
 
 
-def find_peak_activations(order: OrderColumns, saved: Floats, recomputed: Floats | None = None) -> Floats:
-    """Returns for every stage the activation bytes at its peak, by [stage, component].
+def find_peak_activations(
+    order: OrderColumns, saved: Floats, recomputed: Floats | None = None, logits: Floats | None = None
+) -> Floats:
+    """Returns for every stage the activation bytes at its peak, by component; logits are the last one.
 
-    Inputs are bytes by [chunk, stage, component]. A chunk saves bytes from its forward to its backward, or to
-    its W where that is split off; then what its I has recomputed (and gradients of logits) is kept until W.
+    Inputs are bytes by [chunk, stage, component], and logits by [chunk, stage]. A chunk saves bytes from its
+    forward to its backward, or to its W where that is split off; then what its I has recomputed (and
+    gradients of logits) is kept until W. Logits are kept until its B or I.
     """
-    peaks = np.zeros(saved.shape[1:])
     held = np.zeros_like(saved) if recomputed is None else recomputed
-    _find_peaks(order.offset, order.kind, order.chunk, saved, held, peaks)
+    logits = np.zeros(saved.shape[:2]) if logits is None else logits
+    peaks = np.zeros((saved.shape[1], saved.shape[2] + 1))
+    _find_peaks(order.offset, order.kind, order.chunk, saved, held, logits, peaks)
     return peaks
 
 
@@ -132,6 +136,7 @@ def _find_peaks(
     chunk: NDArray[Any],
     saved: Floats,
     recomputed: Floats,
+    logits: Floats,
     peaks: Floats,
 ) -> None:
     for stage in range(len(offset) - 1):
@@ -149,9 +154,11 @@ def _find_peaks(
                 recomputes = 1.0 if kind[op] == _INPUT_GRAD else 0.0
             else:
                 saves = -1.0 if kind[op] == _BACKWARD else 0.0
-            for part in range(len(alive)):
+            for part in range(saved.shape[2]):
                 here = chunk[op], stage, part
                 alive[part] += saves * saved[here] + recomputes * recomputed[here]
+            if kind[op] != _WEIGHT_GRAD:
+                alive[-1] += logits[chunk[op], stage] * (1.0 if kind[op] == _FORWARD else -1.0)
             if alive.sum() > most:
                 most = alive.sum()
                 peaks[stage] = alive

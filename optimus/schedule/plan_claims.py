@@ -16,7 +16,7 @@ from optimus.schedule.program_table import PlanHeaderArrays, ProgramTable
 from optimus.schedule.simulator import Timeline
 
 LAG_BINS = 0.5  # mean encoder microbatches by which a dealt pipeline may be behind the plan
-LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED = range(4)
+LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED, LOGITS = range(5)
 
 
 def compute_device_class_memory(
@@ -26,8 +26,8 @@ def compute_device_class_memory(
     memory = []
     for device, alive in enumerate(live_bytes_by_line(plan, programs)):
         total = alive.sum(axis=1)
-        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(4, np.int64)
-        llm, encoders, seam, gathered = (int(value) for value in most)
+        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(5, np.int64)
+        llm, encoders, seam, gathered, logits = (int(value) for value in most)
         memory.append(
             DeviceClassMemory(
                 fixed=dict(fixed[device]),
@@ -35,13 +35,14 @@ def compute_device_class_memory(
                 encoder_activations=encoders,
                 seam=seam,
                 gathered=gathered,
+                logits=logits,
             )
         )
     return tuple(memory)
 
 
 def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints]:
-    """Yields, per device class, live bytes while each line runs: LLM, encoders, seam, gathered."""
+    """Yields, per device class, live bytes while each line runs: LLM, encoders, seam, gathered, logits."""
     lines = ProgramTable.of(PlanHeaderArrays(plan), programs)
     added, freed = _changes(lines)
     for device in range(len(programs)):
@@ -53,12 +54,12 @@ def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints
 def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     """Returns the bytes that every line starts to keep, and those it stops to keep, by component."""
     header, ops = lines.header, lines.ops
-    added: Ints = np.zeros((len(lines), 4), np.int64)
-    freed: Ints = np.zeros((len(lines), 4), np.int64)
+    added: Ints = np.zeros((len(lines), 5), np.int64)
+    freed: Ints = np.zeros((len(lines), 5), np.int64)
     added[:, GATHERED], freed[:, GATHERED] = BucketLines(lines).live_bytes()
     component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
     begin, end = ops.rows[ops.first], ops.last
-    saved, recomputed = _held(header)
+    saved, recomputed, logits = _held(header)
     has = {
         kind: header.template[ops.module, kind, ops.virtual] >= 0
         for kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD)
@@ -74,21 +75,26 @@ def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     inputs, weights = (ops.kind == OpKind.INPUT_GRAD) & split, (ops.kind == OpKind.WEIGHT_GRAD) & split
     np.add.at(added, (begin[inputs], component[inputs]), recomputed_bytes[inputs])
     np.add.at(freed, (end[weights], component[weights]), recomputed_bytes[weights])
+    logits_bytes = logits[ops.module, ops.virtual]
+    reads_loss = (ops.kind == OpKind.BACKWARD) | (ops.kind == OpKind.INPUT_GRAD)
+    reads_loss |= forward & ~(has[OpKind.BACKWARD] | has[OpKind.INPUT_GRAD])
+    np.add.at(added[:, LOGITS], begin[forward], logits_bytes[forward])
+    np.add.at(freed[:, LOGITS], end[reads_loss], logits_bytes[reads_loss])
     _add_seam(lines, added, freed)
     return added, freed
 
 
-def _held(header: PlanHeaderArrays) -> tuple[Ints, Ints]:
-    """Returns saved and recomputed bytes by module and virtual stage."""
-    shape = len(header.names), int(header.virtual_stages.max())
-    saved, recomputed = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+def _held(header: PlanHeaderArrays) -> Ints:
+    """Returns saved and recomputed bytes, and those of logits, by module and virtual stage."""
+    held: Ints = np.zeros((3, len(header.names), int(header.virtual_stages.max())), np.int64)
     for number, name in enumerate(header.names):
         for virtual, chunk in enumerate(header.plan.modules[name].chunks):
-            saved[number, virtual], recomputed[number, virtual] = (
+            held[:, number, virtual] = (
                 chunk.saved_activation_bytes,
                 chunk.recomputed_bytes,
+                chunk.logits_bytes,
             )
-    return saved, recomputed
+    return held
 
 
 def _add_seam(lines: ProgramTable, added: Ints, freed: Ints) -> None:

@@ -30,17 +30,16 @@ class StageBytes:
     parameters: Floats
     gradients: Floats
     optimizer: Floats
-    logits: Floats
     working: Floats
     saved: Floats  # [chunk, stage, (LLM, encoders)]
     recomputed: Floats  # the same shape: what a backward recomputes, and gradients of logits
+    logits: Floats  # [chunk, stage]
 
     def states_of(self, stage: int) -> RankMemory:
         return RankMemory(
             parameters=float(self.parameters[stage]),
             gradients=float(self.gradients[stage]),
             optimizer=float(self.optimizer[stage]),
-            logits=float(self.logits[stage]),
         )
 
 
@@ -77,9 +76,10 @@ class LayerPrefixSums:
         self._gradients = running(lambda x: held(x) * precision.gradient_bytes * x.trained)
         self._optimizer = running(lambda x: x.shard_parameters * precision.optimizer_bytes * x.trained)
         self._updated = running(lambda x: x.shard_parameters * x.trained)
-        self._logits = running(lambda x: x.logits_bytes)
         saved_by_llm = running(lambda x: x.activation_bytes * (x.module == llm))
-        self._saved = np.stack([saved_by_llm, running(lambda x: x.activation_bytes) - saved_by_llm], axis=1)
+        saved_by_encoders = running(lambda x: x.activation_bytes) - saved_by_llm
+        self._saved = np.stack([saved_by_llm, saved_by_encoders], axis=1)
+        self._logits = running(lambda x: x.logits_bytes)
         self._saved_by_module = {
             module: (
                 running(lambda x, m=module: x.activation_bytes * (x.module == m)),  # type: ignore[misc]
@@ -139,10 +139,10 @@ class LayerPrefixSums:
             parameters=by_stage(self._parameters),
             gradients=by_stage(self._gradients),
             optimizer=by_stage(self._optimizer),
-            logits=by_stage(self._logits),
             working=np.array(working).reshape(-1, stages).max(axis=0),
             saved=np.diff(self._saved[ends], axis=0).reshape(-1, stages, 2),
             recomputed=np.diff(self._recomputed[ends], axis=0).reshape(-1, stages, 2),
+            logits=np.diff(self._logits[ends]).reshape(-1, stages),
         )
 
     def encoder_bytes(self, cut: Cut, stages: int) -> dict[str, tuple[Floats, Floats]]:

@@ -13,7 +13,7 @@ from optimus.verify.buckets import list_gradient_lifetimes, list_parameter_lifet
 from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_line_coverage
 from optimus.verify.waits import WaitDerivation
 
-ALIVE = ("llm_activations", "encoder_activations", "seam", "gathered")
+ALIVE = ("llm_activations", "encoder_activations", "seam", "gathered", "logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,9 @@ def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
             last = next((block for block in ends if block.size), rows)
             allocated[component, rows[:, 0]] += planned.saved_activation_bytes
             freed_by[component, last[:, -1]] += planned.saved_activation_bytes
+            loss_read_by = next((block for block in reversed(ends) if block.size), rows)
+            allocated[4, rows[:, 0]] += planned.logits_bytes
+            freed_by[4, loss_read_by[:, -1]] += planned.logits_bytes
             input_grads = ends[2]
             if input_grads.size and ends[0].size:
                 allocated[component, input_grads[:, 0]] += planned.recomputed_bytes

@@ -61,7 +61,7 @@ def _layout_problems(plan: Plan) -> Problems:
 def _empty_stage_problems(name: str, module: PlannedModule) -> Problems:
     """Yields virtual stages that hold layers or activations and run nothing."""
     for virtual, chunk in enumerate(module.chunks):
-        held = chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes
+        held = chunk.layers, chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.logits_bytes
         if virtual not in module.virtual_stages and any(held):
             yield f"{name} virtual stage {virtual}", f"holds {chunk.layers} layers and runs nothing"
 
@@ -112,7 +112,7 @@ def _number_problems(plan: Plan) -> Problems:
         sizes.append(module.seam_bytes)
         for chunk in module.chunks:
             seconds.append(chunk.send_s)
-            sizes += [chunk.saved_activation_bytes, chunk.recomputed_bytes]
+            sizes += [chunk.saved_activation_bytes, chunk.recomputed_bytes, chunk.logits_bytes]
         for bucket in (bucket for stage in module.buckets for bucket in stage):
             seconds += [bucket.gather_s, bucket.reduce_s]
     if not all(isfinite(value) and value >= 0 for value in seconds):

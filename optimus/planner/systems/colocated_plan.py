@@ -185,6 +185,7 @@ class ColocatedPlanBuilder:
                     layers=len(chunk.layers),
                     saved_activation_bytes=round(chunk.saved_activation_bytes),
                     recomputed_bytes=round(sum(x.held_for_weight_grad_bytes for x in chunk.layers)),
+                    logits_bytes=round(sum(x.logits_bytes for x in chunk.layers)),
                     output_bytes=round(chunk.output_bytes),
                     send_s=round(cost_model.send_s(chunk.output_bytes, across_nodes=across), SECONDS_DIGITS),
                 )
@@ -429,7 +430,6 @@ class ColocatedPlanBuilder:
         total = {part: sum(getattr(memory, part) for memory in states) for part in STATES}
         total |= {
             "working": working,
-            "logits": llm_states.logits,
             "communicators": communicator_bytes(*groups),
             "reserve": context.job.cluster.reserve_bytes,
         }

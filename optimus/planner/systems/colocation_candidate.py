@@ -273,6 +273,7 @@ class ColocationCandidate:
         return [
             sum(self._unfolded.fixed_bytes_of(stage).values())
             + held.llm_activations
+            + held.logits
             - float(working[stage])
             + llm.moved_bytes
             for stage, held in enumerate(llm.memories)

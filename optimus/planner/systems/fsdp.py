@@ -77,7 +77,7 @@ class FsdpCandidate(PipelineCandidate):
                 llm_activations=sum(compress(saved, llm)) + fixed["working"],
                 encoder_activations=sum(saved) - sum(compress(saved, llm)),
                 seam=sum(choice.layers[-1].output_bytes for choice in self.builder.encoders),
-                logits=fixed["logits"],
+                logits=sum(layer.logits_bytes for layer in layers),
                 communicators=fixed["communicators"],
                 reserve=fixed["reserve"],
             ),

@@ -315,7 +315,7 @@ class PaperCandidate:
             seam = (
                 sum(module.seam_bytes for module in modules) * self.llm.microbatches if stage == entry else 0
             )
-            llm = memory.llm_activations - float(working[stage])  # which `fixed` includes
+            llm = memory.llm_activations + memory.logits - float(working[stage])  # which `fixed` includes
             peaks.append(sum(fixed.values()) + llm + microbatches * kept + seam)
         return max(peaks)
 

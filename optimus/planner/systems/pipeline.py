@@ -260,7 +260,7 @@ class PipelineCandidate(BaseCandidate):
     def _count_memories(self) -> tuple[RankMemory, ...]:
         layout = self.layout
         held = self.sums.stage_bytes(self.cut, layout.pp)
-        peaks = find_peak_activations(self.shortened.columns, held.saved, held.recomputed)
+        peaks = find_peak_activations(self.shortened.columns, held.saved, held.recomputed, held.logits)
         communicators = communicator_bytes(
             layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
         )
@@ -269,6 +269,7 @@ class PipelineCandidate(BaseCandidate):
                 held.states_of(stage),
                 llm_activations=float(peaks[stage, 0] + held.working[stage]),
                 encoder_activations=float(peaks[stage, 1]),
+                logits=float(peaks[stage, 2]),
                 communicators=communicators,
                 reserve=self.context.job.cluster.reserve_bytes,
             )
