@@ -19,28 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
+from benchmarks.gloo_group import GlooGroup, PythonWork, make_gloo_backend, make_loopback_device
 from benchmarks.paced_clock import PacedClock, PacedLink
 from benchmarks.ranks import Report, run_processes
 
 _HEADER_BYTES = 8  # one float64: when the message arrives
-_PythonGroup: Any = ProcessGroup  # a subclass in Python takes the place of a group and its backend
-_PythonWork: Any = Work
-
-
-def _make_loopback_device() -> Any:
-    """Returns gloo's device for one host. Its thread wakes every 10 ms: all groups should share one."""
-    gloo: Any = ProcessGroupGloo
-    return gloo.create_device(hostname="127.0.0.1")
-
-
-def _make_gloo_backend(device: Any, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a gloo backend without a process group around it."""
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices, options._timeout = [device], timeout
-    return gloo(store, rank, size, options)
 
 
 class PacedNetwork:
@@ -54,7 +38,7 @@ class PacedNetwork:
 
     @cached_property
     def _device(self) -> Any:
-        return _make_loopback_device()
+        return make_loopback_device()
 
     def register(self, name: str = "paced") -> None:
         """Registers the backend `name`; `pg_options=PacedLink(...)` gives a group its own link."""
@@ -75,9 +59,8 @@ class PacedNetwork:
         self._lanes.clear()
 
     def _make_group(self, options: Any, link: PacedLink | None) -> PacedGroup:
-        rank, size = options.group_rank, options.group_size
-        make_carrier = partial(_make_gloo_backend, self._device, options.store, rank, size, options.timeout)
-        group = PacedGroup(rank, size, make_carrier, self, link or self.link)
+        make_carrier = partial(make_gloo_backend, self._device, options)
+        group = PacedGroup(options.group_rank, options.group_size, make_carrier, self, link or self.link)
         self._groups.append(group)
         return group
 
@@ -90,7 +73,7 @@ class _Lane:
         self.free_s = 0.0  # ideal; used by the thread only
 
 
-class PacedWork(_PythonWork):
+class PacedWork(PythonWork):
     """A transfer. Its data may be read after `wait`, which advances the rank's clock to its end."""
 
     def __init__(
@@ -122,37 +105,17 @@ class PacedWork(_PythonWork):
         self.wait()
 
 
-class PacedGroup(_PythonGroup):
+class PacedGroup(GlooGroup):
     """A process group whose transfers take the time of its link."""
+
+    backend_name = "paced"
 
     def __init__(
         self, rank: int, size: int, make_carrier: Callable[[], Any], network: PacedNetwork, link: PacedLink
     ) -> None:
-        super().__init__(rank, size)
-        self._make_carrier, self._network, self._link, self._size = make_carrier, network, link, size
-        if size > 1:  # a carrier costs threads, and most groups of one rank are never used
-            self._carrier.rank()
-        self._name, self._description = "", ""
+        super().__init__(rank, size, make_carrier)
+        self._network, self._link = network, link
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
-
-    @cached_property
-    def _carrier(self) -> Any:
-        return self._make_carrier()
-
-    def getBackendName(self) -> str:
-        return "paced"
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
 
     def shutdown(self) -> None:
         """Waits for all sends."""
@@ -174,13 +137,13 @@ class PacedGroup(_PythonGroup):
         packed = torch.empty(_HEADER_BYTES + tensor.nbytes, dtype=torch.uint8)
         packed[:_HEADER_BYTES].view(torch.float64)[0] = end_s
         packed[_HEADER_BYTES:].copy_(_bytes_of(tensor.detach().contiguous()))
-        self._in_flight.append((self._carrier.send([packed], to, tag), packed))
+        self._in_flight.append((self.carrier.send([packed], to, tag), packed))
         return PacedWork(network.clock, lambda: True, lambda: end_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PacedWork:
         (tensor,) = tensors
         packed = torch.empty(_HEADER_BYTES + tensor.nbytes, dtype=torch.uint8)
-        carried = self._carrier.recv([packed], source, tag)
+        carried = self.carrier.recv([packed], source, tag)
 
         def unpack() -> float:
             carried.wait()
@@ -192,94 +155,16 @@ class PacedGroup(_PythonGroup):
 
     # ------------------------------------------------------------------ collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PacedWork:
-        duration_s = self._link.collective_s(tensors, ranks=self._size, passes=2)
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._collective(
-            duration_s, lambda: [self._carrier.allreduce([tensor], operation) for tensor in tensors]
-        )
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PacedWork:
-        return self.allreduce(tensors, opts)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PacedWork:
-        duration_s = self._link.collective_s([part for parts in outputs for part in parts], ranks=self._size)
-        return self._collective(duration_s, lambda: [self._carrier.allgather(outputs, inputs)])
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    def collective(
+        self, kind: str, tensors: Sequence[Tensor], carry: Callable[[], Sequence[Any]]
     ) -> PacedWork:
-        duration_s = self._link.collective_s(outputs, ranks=self._size)
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._collective(
-            duration_s, lambda: [self._carrier._allgather_base(whole, part) for whole, part in pairs]
-        )
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PacedWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> PacedWork:
-        duration_s = self._link.collective_s([part for parts in inputs for part in parts], ranks=self._size)
-        options = () if opts is None else (opts,)
-        return self._collective(duration_s, lambda: [self._carrier.reduce_scatter(outputs, inputs, *options)])
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> PacedWork:
-        duration_s = self._link.collective_s(inputs, ranks=self._size)
-        options = () if opts is None else (opts,)
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._collective(
-            duration_s,
-            lambda: [self._carrier._reduce_scatter_base(part, whole, *options) for part, whole in pairs],
-        )
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PacedWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> PacedWork:
-        duration_s = self._link.collective_s([input], ranks=self._size)
-        return self._collective(
-            duration_s, lambda: [self._carrier.alltoall_base(output, input, output_sizes, input_sizes)]
-        )
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> PacedWork:
-        duration_s = self._link.broadcast_s(tensors, ranks=self._size)
-        root = opts.rootRank
-        return self._collective(
-            duration_s, lambda: [self._carrier.broadcast(tensor, root) for tensor in tensors]
-        )
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PacedWork:
-        duration_s = self._link.collective_s(outputs * self._size, ranks=self._size)
-        return self._collective(duration_s, lambda: [self._carrier.scatter(outputs, inputs, opts)])
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PacedWork:
-        duration_s = self._link.collective_s(inputs * self._size, ranks=self._size)
-        return self._collective(duration_s, lambda: [self._carrier.gather(outputs, inputs, opts)])
-
-    def barrier(self, opts: Any = None) -> PacedWork:
-        return self._collective(self._link.collective_s([], ranks=self._size), list)
-
-    # before torch 2.13
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-    def _collective(self, duration_s: float, carry: Callable[[], Sequence[Any]]) -> PacedWork:
         """Runs on the lane's thread, after earlier ones; gloo matches calls by their order."""
         clock, lane = self._network.clock, self._network.lane(self._link.lane or self)
-        launched_s = clock.ideal_s
+        launched_s, duration_s = clock.ideal_s, self._duration_s(kind, tensors)
 
         def run() -> float:
             times = torch.tensor([max(launched_s, lane.free_s), duration_s], dtype=torch.float64)
-            carried = [self._carrier.allreduce([times], dist.ReduceOp.MAX), *carry()]
+            carried = [self.carrier.allreduce([times], dist.ReduceOp.MAX), *carry()]
             for work in carried:
                 work.wait()
             lane.free_s = float(times.sum())
@@ -287,6 +172,11 @@ class PacedGroup(_PythonGroup):
 
         end: Future[float] = lane.thread.submit(run)
         return PacedWork(clock, end.done, end.result)
+
+    def _duration_s(self, kind: str, tensors: Sequence[Tensor]) -> float:
+        if kind == "broadcast":
+            return self._link.broadcast_s(tensors, ranks=self.members)
+        return self._link.collective_s(tensors, ranks=self.members, passes=1 + (kind == "all-reduce"))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

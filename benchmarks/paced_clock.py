@@ -12,7 +12,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -100,14 +100,14 @@ class PacedLink:
     def message_s(self, tensor: Any) -> float:
         return self.latency_s + self._bytes(tensor) / self.bandwidth_bytes_per_s
 
-    def collective_s(self, tensors: list[Any], *, ranks: int, passes: int = 1) -> float:
+    def collective_s(self, tensors: Sequence[Any], *, ranks: int, passes: int = 1) -> float:
         """Returns the seconds of a ring: one pass to gather or scatter, two to all-reduce."""
         if ranks == 1:
             return 0.0
         moved = passes * (ranks - 1) / ranks * sum(map(self._bytes, tensors))
         return self.latency_s + moved / self.bandwidth_bytes_per_s
 
-    def broadcast_s(self, tensors: list[Any], *, ranks: int) -> float:
+    def broadcast_s(self, tensors: Sequence[Any], *, ranks: int) -> float:
         """Returns the seconds of a broadcast pipelined along a chain."""
         if ranks == 1:
             return 0.0

@@ -119,13 +119,17 @@ def keep_freed_memory(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 # Of every rank, unless the environment says otherwise. A plan uses more queues of a GPU than the 8 that are
-# CUDA's default; an error of NCCL ends the process; a collective that times out leaves its events in a file.
+# CUDA's default; a communicator connects for all algorithms at once, since connecting at the first use of one
+# blocks the host; an error of NCCL ends the process; a collective that times out leaves its events in a file;
+# collectives get multiprocessors before compute that was launched earlier and is not resident yet.
 NCCL_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_DEBUG": "WARN",
+    "NCCL_RUNTIME_CONNECT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
 
 # What changes how CUDA and NCCL behave, and says nothing about whose machine it is.

@@ -20,7 +20,7 @@ from optimus.engine.rank_trainer import RankTrainer
 from optimus.models.collectives import TpGroup
 
 TRAINING = TrainingConfig(dtype="bfloat16")
-TIMES = 4  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them
+TIMES = 8  # a thread of gloo may hold a tensor a moment longer than it is needed: seldom in all of them
 
 
 class _AtOnce:
@@ -35,24 +35,21 @@ class _AtOnce:
 
 
 def count(case: Case, rank: int) -> dict[str, Any]:
-    groups = make_process_groups(case.plan, rank, timeout_s=30)
+    groups, uses = make_process_groups(case.plan, rank, timeout_s=30), []
     scatters = patch.object(TpGroup, "_uses_all_to_all", False)  # as all but gloo do
     with patch("optimus.engine.p2p._PendingSends", _AtOnce), scatters:
-        one = RankTrainer(
-            case.job,
-            case.plan,
-            TRAINING,
-            groups,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
-        if one.optimizer is not None and one.optimizer.adamw is not None:
-            one.optimizer.adamw.step()
-        batch = one.batch(0)
-        uses = []
-        for _ in range(TIMES):
-            one.executor._state.loss_grad = None  # 4 bytes that the first step makes and all others find
-            uses.append(measure_step_memory(one, batch)[1])
+        for _ in range(TIMES):  # of new trainers: what a first step makes, such as tables, others find
+            one = RankTrainer(
+                case.job,
+                case.plan,
+                TRAINING,
+                groups,
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+            )
+            if one.optimizer is not None and one.optimizer.adamw is not None:
+                one.optimizer.adamw.step()
+            uses.append(measure_step_memory(one, one.batch(0))[1])
     return {"ranks": everybody(list(map(asdict, uses)))}
 
 

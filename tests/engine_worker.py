@@ -40,11 +40,13 @@ from engine_cases import (
 )
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
+from strict_network import StrictNetwork
 from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
 
 from optimus.data import dealing
+from optimus.engine import fill_schedule, rank_trainer
 from optimus.engine.buckets import ReplicatedBucket, view_as_params
 from optimus.engine.config import TrainingConfig
 from optimus.engine.optimizer_config import ModuleOptimizer, OptimizerConfig
@@ -59,6 +61,9 @@ from optimus.models.sample import ItemKeys, Sample, SampleItem
 from optimus.planner import context
 
 TIMEOUT_S = 30
+# `strict` is as strict as NCCL, which carries no bytes here, `unconnected` the same where groups connect at
+# their first use; a number behind it are the launch queues of a rank.
+NETWORK, *QUEUES = os.environ.get("NETWORK", "gloo").split()
 LR = 1e-3
 EVAL_BATCHES = 2
 OPTIMIZER = OptimizerConfig(
@@ -368,8 +373,14 @@ Work = Callable[[Case, int], dict[str, Any]]
 def run_rank(rank: int, case: Case, store: Path, work: Work, result: Path) -> int:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    if NETWORK != "gloo":
+        rules = {"queues": int(QUEUES[0])} if QUEUES else {}
+        StrictNetwork(timeout_s=5 if NETWORK == "unconnected" else TIMEOUT_S, **rules).register()
+    if NETWORK == "unconnected":
+        for module in (rank_trainer, fill_schedule):
+            patch.object(module, "connect_groups", lambda *_: None).start()
     dist.init_process_group(
-        "gloo",
+        "gloo" if NETWORK == "gloo" else "strict",
         store=dist.FileStore(str(store), case.ranks),
         rank=rank,
         world_size=case.ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,14 +13,15 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def run_worker(script: str, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
-    """Returns the lines that a script printed."""
+def run_worker(script: str, *arguments: str, timeout_s: float, **variables: str) -> list[dict[str, Any]]:
+    """Returns the lines that a script printed; `variables` are added to its environment."""
     done = subprocess.run(
         [sys.executable, str(HERE / script), *arguments],
         cwd=HERE,
         capture_output=True,
         text=True,
         timeout=timeout_s,
+        env={**os.environ, **variables},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -52,7 +52,7 @@ class TrainingConfig:
     eval_batches: int = 0  # held out from training for them
     left_out: tuple[int, ...] = ()  # numbers of batches that no step trains on: later ones take their place
     dtype: str | None = None  # of compute: bfloat16 on GPUs, else float32. Masters have at least float32
-    op_timeout_s: float = 8.0  # of one op (or a usual step, if longer), before the rank is ended
+    op_timeout_s: float = 8.0  # of one op (or two usual steps, if longer), before the rank is ended
     run_dir: Path | None = None  # for metrics and, on errors, the last ops
     count_memory: bool = False  # in the last step: the bytes of all tensors, compared with the plan's
     log: tuple[str, ...] = ()  # trackers besides the metrics file

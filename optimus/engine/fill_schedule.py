@@ -36,7 +36,12 @@ from optimus.engine.fsdp_ddp import (
     unshard_all,
     unwrap_ddp,
 )
-from optimus.engine.process_groups import find_replica_ranks, make_process_groups, needs_backward
+from optimus.engine.process_groups import (
+    connect_groups,
+    find_replica_ranks,
+    make_process_groups,
+    needs_backward,
+)
 from optimus.engine.stage_profile import ProfiledStages, profile_stages
 from optimus.engine.stage_segments import (
     DealtRows,
@@ -97,6 +102,7 @@ class FillSchedule:
         self.loss_fn, self._shapes, self._tied = loss_fn, shapes, list(tied or ())
         check_plan_on_ranks(plan)
         self._groups = make_process_groups(plan, self.rank, timeout_s=timeout_s)
+        connect_groups(plan, self._groups, self._device)
         self._chunks = self._make_chunks()
         _check_backwards(plan, self.rank, self._chunks)
         self._disable_fsdp_hooks()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +32,8 @@ class GroupAxis:
     name: str
     members: Callable[[int], Members]
     shared_with: str = ""  # an earlier axis with the same groups
+    sends: Callable[[int], bool] | None = None  # of pairs: whether a rank sends, or receives
+    exchanges: bool = False  # its groups run all-to-alls
 
 
 def list_group_axes(plan: Plan) -> list[GroupAxis]:
@@ -52,15 +55,26 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
             axes.append(GroupAxis(name=f"{name}.cp", members=_members(ranks, name, Communicator.CP)))
         for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
-                axis = f"{name}.{direction}.{colour}"
-                axes.append(GroupAxis(name=axis, members=_pairs(ranks, name, colour)))
+                axes.append(
+                    GroupAxis(
+                        name=f"{name}.{direction}.{colour}",
+                        members=_pairs(ranks, name, colour),
+                        sends=_sends_over_edge(ranks, name, colour, ahead=direction == "forward"),
+                    )
+                )
         if name != LLM:
             for pipeline in _remote_pipelines(ranks, name):
                 for direction in ("seam", "seam-back")[: 1 + needs_backward(plan, name)]:
-                    axis = f"{name}.{direction}.{pipeline}"
-                    axes.append(GroupAxis(name=axis, members=_seam(ranks, name, pipeline)))
+                    axes.append(
+                        GroupAxis(
+                            name=f"{name}.{direction}.{pipeline}",
+                            members=_seam(ranks, name, pipeline),
+                            sends=_sends_over_seam(ranks, to_llm=direction == "seam"),
+                        )
+                    )
     if plan.dealing_replicas > 1:
-        axes.append(GroupAxis(name=f"{LLM}.deal", members=_dealing_members(ranks, plan.dealing_replicas)))
+        members = _dealing_members(ranks, plan.dealing_replicas)
+        axes.append(GroupAxis(name=f"{LLM}.deal", members=members, exchanges=True))
     if ranks.entry_stage < ranks.llm.pp - 1:
         axes.append(GroupAxis(name="ends", members=_ends(ranks)))
     return axes
@@ -83,10 +97,14 @@ def build_cp_group(plan: Plan, module: str, rank: int) -> TpGroup:
 
 def replica_mesh(plan: Plan, module: str) -> DeviceMesh:
     """Returns this rank's replicas of a module, for FSDP2 or DDP; all ranks call it at the same point."""
-    members = list(find_replica_ranks(plan, module, dist.get_rank()))
-    group = dist.new_group(members, use_local_synchronization=True)
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    return DeviceMesh.from_group(group, device, mesh_dim_names=("replicas",))
+    return make_replica_mesh(find_replica_ranks(plan, module, dist.get_rank()), device)
+
+
+def make_replica_mesh(replicas: Members, device: str) -> DeviceMesh:
+    """Returns a mesh of ranks that are replicas of each other, with a connected group."""
+    group = dist.new_group(list(replicas), use_local_synchronization=True)
+    return DeviceMesh.from_group(connect_group(group, device), device, mesh_dim_names=("replicas",))
 
 
 def find_stage_peer(plan: Plan, rank: int, module: str, kind: OpKind) -> tuple[str, int]:
@@ -188,6 +206,21 @@ def _pairs(ranks: RankGrid, module: str, colour: str) -> Callable[[int], Members
         return ()
 
     return members
+
+
+def _sends_over_edge(ranks: RankGrid, module: str, colour: str, *, ahead: bool) -> Callable[[int], bool]:
+    """Returns whether a rank is the end of its edge of this colour that sends, ahead or back."""
+    pp = ranks.layouts[module].pp
+
+    def sends(rank: int) -> bool:
+        return (_colour(ranks.stage_of(module, ranks.class_of(rank)), pp) == colour) == ahead
+
+    return sends
+
+
+def _sends_over_seam(ranks: RankGrid, *, to_llm: bool) -> Callable[[int], bool]:
+    """Returns whether a rank is the end of a seam that sends: rows come to the LLM's entry stage."""
+    return lambda rank: (ranks.place(LLM, rank).pp != ranks.entry_stage) == to_llm
 
 
 def _remote_pipelines(ranks: RankGrid, module: str) -> list[int]:
@@ -312,6 +345,40 @@ def make_process_groups(
         if group is not None and len(group_ranks) > 1:
             groups[axis.name] = group
     return ProcessGroups(rank=rank, members=members, groups=groups, control=control)
+
+
+def connect_groups(plan: Plan, groups: ProcessGroups, device: torch.device) -> None:
+    """Runs one small operation of every kind in every group, axis by axis: on all ranks in one order.
+
+    NCCL connects a communicator in its first operation, two peers in their first message, and blocks the host
+    there until all members have come. Programs first use their groups in an order that differs from rank to
+    rank: one would wait for another that waits for it.
+    """
+    for axis in list_group_axes(plan):
+        group = groups.get(axis.name)
+        if group is None or axis.shared_with or dist.get_backend(group) == "fake":
+            continue
+        if axis.sends is None:
+            connect_group(group, device, exchanges=axis.exchanges)
+        elif axis.sends(groups.rank):
+            dist.send(torch.ones(1, device=device), group=group, group_dst=1 - dist.get_rank(group))
+        else:
+            dist.recv(torch.empty(1, device=device), group=group, group_src=1 - dist.get_rank(group))
+
+
+def connect_group(
+    group: dist.ProcessGroup, device: torch.device | str, *, exchanges: bool = False
+) -> dist.ProcessGroup:
+    """Connects the members of a group that runs collectives; returns the group."""
+    ones = torch.ones(dist.get_world_size(group), device=device)
+    members = TpGroup(rank=dist.get_rank(group), size=len(ones), group=group)
+    if members.size > 1:
+        dist.all_reduce(ones, group=group)
+        members.all_gather(ones[:1]).wait()
+        members.reduce_scatter(ones).wait()
+        if exchanges:
+            members.all_to_all(ones, [1] * len(ones), [1] * len(ones)).wait()
+    return group
 
 
 def _control(plan: Plan, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

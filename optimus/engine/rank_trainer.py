@@ -20,7 +20,7 @@ from optimus.engine.distributed_optimizer import DistributedOptimizer
 from optimus.engine.executor import Executor
 from optimus.engine.optimizer_config import ParamGroup
 from optimus.engine.prefetched_data import PrefetchedDataset
-from optimus.engine.process_groups import ProcessGroups
+from optimus.engine.process_groups import ProcessGroups, connect_groups
 from optimus.engine.rank_batch import RankBatch, list_needed_samples
 from optimus.engine.sharded_bucket import ShardedBucket
 from optimus.engine.synthetic_data import SyntheticDataset
@@ -60,6 +60,7 @@ class RankTrainer:
     ) -> None:
         self.job, self.plan, self.config, self.groups = job, plan, config, groups
         self.dtype, self.device = dtype, device
+        connect_groups(plan, groups, device)
         sequences_per_replica = job.workload.sequences_per_step // plan.ranks.llm.dp
         self.sequences_per_microbatch = sequences_per_replica // plan.microbatches
         self.dataset = dataset or SyntheticDataset(job=job, seed=config.seed_of_data)

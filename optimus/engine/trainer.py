@@ -57,6 +57,7 @@ from optimus.protocols import Dataset
 
 JOIN_TIMEOUT_S = 120.0  # the slowest rank still imports torch
 GROUP_TIMEOUT_S = 600.0  # the watchdog ends a rank long before
+STEPS_OF_AN_OP = 2  # that an op may take: the host of a GPU waits for all of a step in its last op
 FIRST_STEP_TIMEOUTS = 3  # of an op in the first step, which allocates buffers and fills caches
 MEDIAN_STEPS = 20  # an op may take as long as the median of the last steps
 LOSS, BATCH_PLAN, SAMPLES = range(3)  # what a step does besides the lines of its program
@@ -185,7 +186,7 @@ class _TrainingLoop:
             store=self.member.store,
             describe=lambda line: describe_status_line(self.plan, self.member.rank, line),
             waits_for=self._waits_for,
-            timeout_s=FIRST_STEP_TIMEOUTS * self.config.op_timeout_s,
+            timeout_s=FIRST_STEP_TIMEOUTS * self._op_timeout_s(self.plan.claims.step_s),
             dump_dir=self.config.run_dir,
         )
         watchdog.start()
@@ -195,7 +196,7 @@ class _TrainingLoop:
                 for metrics in self._run_steps(signals):
                     steps.append(metrics)
                     usual_s = median(metrics.step_s for metrics in steps[-MEDIAN_STEPS:])
-                    watchdog.timeout_s = max(self.config.op_timeout_s, usual_s)
+                    watchdog.timeout_s = self._op_timeout_s(usual_s)
                     if self._log is not None:
                         begins = metrics.step == self.config.first_step and not self._is_resumed
                         self._log.write(metrics, begins=begins)
@@ -225,6 +226,10 @@ class _TrainingLoop:
             goodput=None if self._log is None else self._log.goodput.share,
             checkpoint="" if self._checkpoints is None else self._checkpoints.last_saved,
         )
+
+    def _op_timeout_s(self, step_s: float) -> float:
+        """Returns the limit of an op in steps that take, or should take, `step_s`."""
+        return max(self.config.op_timeout_s, STEPS_OF_AN_OP * step_s)
 
     def _run_steps(self, signals: StopRequest) -> Iterator[StepMetrics]:
         """Trains step by step, and saves checkpoints when they are due or a signal ends the run."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from optimus.data.dealing import deal_items, list_column_pipelines
+from optimus.engine.process_groups import connect_group
 from optimus.engine.rank_batch import BinRows, route_to_replicas
 from optimus.engine.stage_profile import StageInputs
 from optimus.engine.stage_segments import DealtRows
@@ -45,13 +46,14 @@ RowShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of an item's row, 
 class ItemDealer:
     """Deals the inputs of encoders inside the dealing group of this rank's replica."""
 
-    def __init__(self, split: SplitModel, plan: Plan) -> None:
+    def __init__(self, split: SplitModel, plan: Plan, device: torch.device | str) -> None:
         self.split, self.plan = split, plan
         place, ranks, size = plan.ranks.place(LLM, dist.get_rank()), plan.ranks, plan.dealing_replicas
         first = place.dp - place.dp % size
         members = [ranks.rank_of(place.pp, first + other, place.cp, place.tp) for other in range(size)]
         self.replica = place.dp % size
-        self._group = dist.new_group(members, use_local_synchronization=True)
+        group = dist.new_group(members, use_local_synchronization=True)
+        self._group = connect_group(group, device, exchanges=True)
 
     def deal(
         self, batches: Sequence[MicrobatchInputs]

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from optimus.engine.fill_schedule import FillSchedule
 from optimus.engine.fsdp_ddp import unshard_all
+from optimus.engine.process_groups import make_replica_mesh
 from optimus.engine.stage_profile import ProfiledStages, StageInputs, profile_stages
 from optimus.engine.stage_segments import DealtRows
 from optimus.engine.user_errors import report_errors_once, say
@@ -288,8 +289,7 @@ class FilledModel:
 
     def _replica_mesh(self, name: str) -> DeviceMesh:
         replicas = self._ranks.group_of(name, Communicator.DP, dist.get_rank()) or (dist.get_rank(),)
-        group = dist.new_group(list(replicas), use_local_synchronization=True)
-        return DeviceMesh.from_group(group, self.device, mesh_dim_names=("replicas",))
+        return make_replica_mesh(replicas, self.device)
 
     # ------------------------------------------------------------------------ the first step
 
@@ -317,7 +317,9 @@ class FilledModel:
             f"plans {self.plan.order}, {_describe(self.plan.ranks)}, {self.plan.microbatches} microbatches: "
             f"{self.plan.claims.step_s:.3g} s a step without communication and optimizer"
         )
-        self._dealer = ItemDealer(self.split, self.plan) if self.plan.dealing_replicas > 1 else None
+        self._dealer = (
+            ItemDealer(self.split, self.plan, self.device) if self.plan.dealing_replicas > 1 else None
+        )
         return FillSchedule(
             self.stages,
             self.split.encoders,
