@@ -40,7 +40,7 @@ from engine_cases import (
 )
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
-from strict_network import StrictNetwork
+from strict_network import MANY_QUEUES, StrictNetwork
 from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
 from torch import distributed as dist
@@ -61,9 +61,12 @@ from optimus.models.sample import ItemKeys, Sample, SampleItem
 from optimus.planner import context
 
 TIMEOUT_S = 30
-# `strict` is as strict as NCCL, which carries no bytes here, `unconnected` the same where groups connect at
-# their first use; a number behind it are the launch queues of a rank.
+# NETWORK=strict: gloo with NCCL's rules; unconnected: the same without `connect_groups`; "strict 8": with 8
+# launch queues.
 NETWORK, *QUEUES = os.environ.get("NETWORK", "gloo").split()
+STRICT = StrictNetwork(
+    queues=int(QUEUES[0]) if QUEUES else MANY_QUEUES, timeout_s=5 if NETWORK == "unconnected" else TIMEOUT_S
+)
 LR = 1e-3
 EVAL_BATCHES = 2
 OPTIMIZER = OptimizerConfig(
@@ -127,6 +130,7 @@ class RankRun:
             self.built.executor.buckets,
         )
         self.executor, self.batch = self.built.executor, self.built.batch
+        STRICT.sealed = NETWORK == "strict"
         named = {name: p for name, p in self.model.parameters.items() if p.requires_grad}
         self._learns = None if case.sharded or not named else plain_adamw(named, self.learning)
         self.narrow = 0
@@ -374,8 +378,7 @@ def run_rank(rank: int, case: Case, store: Path, work: Work, result: Path) -> in
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     if NETWORK != "gloo":
-        rules = {"queues": int(QUEUES[0])} if QUEUES else {}
-        StrictNetwork(timeout_s=5 if NETWORK == "unconnected" else TIMEOUT_S, **rules).register()
+        STRICT.register()
     if NETWORK == "unconnected":
         for module in (rank_trainer, fill_schedule):
             patch.object(module, "connect_groups", lambda *_: None).start()

@@ -28,7 +28,7 @@ def count(case: Case, rank: int) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     """All cases, or those that are named; or one with an engine that keeps too much."""
     if names == ["leaks"]:
-        (case,) = (case for case in MEASURED if case.name == "measured: zero-bubble")
+        (case,) = (case for case in MEASURED if case.name == "measured: interleaved")
         plants: dict[str, Any] = {
             "sound": nullcontext(),
             "outputs": patch.object(Segment, "release_outputs", lambda self, saved: None),

@@ -23,6 +23,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from threading import BoundedSemaphore
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class StrictNetwork:
 
     def __init__(self, *, queues: int = MANY_QUEUES, pending: int = 1_000, timeout_s: float = 20.0) -> None:
         self.queues, self.pending, self.timeout_s = queues, pending, timeout_s
+        self.sealed = False  # whether groups but the default one may connect no more
         self._queues: dict[int, _Queue] = {}
         self._made = 0
 
@@ -191,6 +193,8 @@ class StrictGroup(GlooGroup):
         """Blocks the host until all members have come to this point."""
         if what in self._connected or len(members) == 1:
             return
+        if self._network.sealed and self.description != "default_pg":
+            raise BrokenRule(f"{named} connects in a step: {what}")
         self._store.set(f"strict/{what}/{members}/{self._mine}", "1")
         missing, deadline = list(members), time.monotonic() + self._network.timeout_s
         while missing:
@@ -241,8 +245,9 @@ class StrictGroup(GlooGroup):
     def _exchange(self, header: Tensor, members: Sequence[int], named: str) -> list[tuple[int, Tensor]]:
         """Returns the operations that the other members run here; ends when all have come to it."""
         others = [(member, torch.zeros_like(header)) for member in members if member != self._mine]
-        works = [self.carrier.send([header], member, HEADER_TAG) for member, _ in others]
-        works += [self.carrier.recv([other], member, HEADER_TAG) for member, other in others]
+        tag = HEADER_TAG + crc32(bytes(str(list(members)), "ascii")) % HEADER_TAG  # the communicator's own
+        works = [self.carrier.send([header], member, tag) for member, _ in others]
+        works += [self.carrier.recv([other], member, tag) for member, other in others]
         try:
             for work in works:
                 work.wait()

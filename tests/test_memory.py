@@ -103,6 +103,14 @@ def test_logits_are_held_from_forward_to_input_gradient() -> None:
         assert peaks.tolist() == [[0.0, most]], kinds
 
 
+def test_an_input_gradient_holds_logits_and_their_gradient() -> None:
+    kind_of = dict(zip("FBIW", CHUNK_OP_KINDS, strict=True))
+    for kinds, most in (("FIWFIW", 9.0), ("FIFIWW", 12.0), ("FBFB", 7.0)):
+        columns = OrderColumns.of((tuple(PipelineOp(kind_of[letter], 0, 0) for letter in kinds),))
+        saved, recomputed, logits = np.full((1, 1, 1), 1.0), np.full((1, 1, 1), 2.0), np.full((1, 1), 6.0)
+        assert find_peak_activations(columns, saved, recomputed, logits).sum() == most, kinds
+
+
 def test_a_frozen_encoder_keeps_nothing_and_sends_no_gradients() -> None:
     job = strong_3072()
     encoder = replace(job.model.encoders[0], train=False)

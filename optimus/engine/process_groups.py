@@ -33,7 +33,7 @@ class GroupAxis:
     members: Callable[[int], Members]
     shared_with: str = ""  # an earlier axis with the same groups
     sends: Callable[[int], bool] | None = None  # of pairs: whether a rank sends, or receives
-    exchanges: bool = False  # its groups run all-to-alls
+    all_to_all: bool = False  # its groups run that, too
 
 
 def list_group_axes(plan: Plan) -> list[GroupAxis]:
@@ -50,9 +50,11 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
             )
         )
         if module.layout.tp > 1:
-            axes.append(GroupAxis(name=f"{name}.tp", members=_members(ranks, name, Communicator.TP)))
+            members = _members(ranks, name, Communicator.TP)
+            axes.append(GroupAxis(name=f"{name}.tp", members=members, all_to_all=name == LLM))  # of rows
         if module.layout.cp > 1:
-            axes.append(GroupAxis(name=f"{name}.cp", members=_members(ranks, name, Communicator.CP)))
+            members = _members(ranks, name, Communicator.CP)
+            axes.append(GroupAxis(name=f"{name}.cp", members=members, all_to_all=name == LLM))
         for direction in ("forward", "backward")[: 1 + needs_backward(plan, name)]:
             for colour in _colours(module.layout.pp, module.layout.chunks):
                 axes.append(
@@ -74,7 +76,7 @@ def list_group_axes(plan: Plan) -> list[GroupAxis]:
                     )
     if plan.dealing_replicas > 1:
         members = _dealing_members(ranks, plan.dealing_replicas)
-        axes.append(GroupAxis(name=f"{LLM}.deal", members=members, exchanges=True))
+        axes.append(GroupAxis(name=f"{LLM}.deal", members=members, all_to_all=True))
     if ranks.entry_stage < ranks.llm.pp - 1:
         axes.append(GroupAxis(name="ends", members=_ends(ranks)))
     return axes
@@ -359,7 +361,7 @@ def connect_groups(plan: Plan, groups: ProcessGroups, device: torch.device) -> N
         if group is None or axis.shared_with or dist.get_backend(group) == "fake":
             continue
         if axis.sends is None:
-            connect_group(group, device, exchanges=axis.exchanges)
+            connect_group(group, device, all_to_all=axis.all_to_all)
         elif axis.sends(groups.rank):
             dist.send(torch.ones(1, device=device), group=group, group_dst=1 - dist.get_rank(group))
         else:
@@ -367,7 +369,7 @@ def connect_groups(plan: Plan, groups: ProcessGroups, device: torch.device) -> N
 
 
 def connect_group(
-    group: dist.ProcessGroup, device: torch.device | str, *, exchanges: bool = False
+    group: dist.ProcessGroup, device: torch.device | str, *, all_to_all: bool = False
 ) -> dist.ProcessGroup:
     """Connects the members of a group that runs collectives; returns the group."""
     ones = torch.ones(dist.get_world_size(group), device=device)
@@ -376,7 +378,7 @@ def connect_group(
         dist.all_reduce(ones, group=group)
         members.all_gather(ones[:1]).wait()
         members.reduce_scatter(ones).wait()
-        if exchanges:
+        if all_to_all:
             members.all_to_all(ones, [1] * len(ones), [1] * len(ones)).wait()
     return group
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 import uuid
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from optimus.environment import Launched, keep_gloo_on_loopback, launched
+from optimus.environment import NCCL_VARIABLES, Launched, keep_gloo_on_loopback, launched
 from optimus.errors import OptimusError, UserError
 from optimus.ir.plan import Plan
 
@@ -67,6 +68,8 @@ def join_process_group(*, timeout_s: float, backend: str) -> RunMembership:
     store = PrefixStore(prefix, shared)
     device = torch.device("cuda", place.local_rank) if backend == "nccl" else None
     if device is not None:
+        for name, value in NCCL_VARIABLES.items():  # a launcher of others sets none
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,

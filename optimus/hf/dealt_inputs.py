@@ -53,7 +53,7 @@ class ItemDealer:
         members = [ranks.rank_of(place.pp, first + other, place.cp, place.tp) for other in range(size)]
         self.replica = place.dp % size
         group = dist.new_group(members, use_local_synchronization=True)
-        self._group = connect_group(group, device, exchanges=True)
+        self._group, self._device = connect_group(group, device, all_to_all=True), device
 
     def deal(
         self, batches: Sequence[MicrobatchInputs]
@@ -166,9 +166,10 @@ class ItemDealer:
         """Exchanges one tensor of all items: the first input, whose key is empty, or a keyword."""
         sent = [[each.args[0] if key == "" else each.kwargs[key] for each in of_one] for of_one in leaving]
         rows = [item for of_one in sent for item in of_one]
-        outgoing = torch.cat(rows) if rows else torch.empty(0, *shape, dtype=dtype)
+        device = rows[0].device if rows else self._device
+        outgoing = torch.cat(rows) if rows else torch.empty(0, *shape, dtype=dtype, device=device)
         counts = [sum(item.inputs if key == "" else 1 for _, item in of_one) for of_one in arriving]
-        incoming = torch.empty(sum(counts), *shape, dtype=dtype)
+        incoming = torch.empty(sum(counts), *shape, dtype=dtype, device=device)
         as_bytes = dtype == torch.bool  # which gloo does not send
         dist.all_to_all_single(
             incoming.view(torch.uint8) if as_bytes else incoming,

@@ -157,11 +157,13 @@ def _find_peaks(
             for part in range(saved.shape[2]):
                 here = chunk[op], stage, part
                 alive[part] += saves * saved[here] + recomputes * recomputed[here]
-            if kind[op] != _WEIGHT_GRAD:
-                alive[-1] += logits[chunk[op], stage] * (1.0 if kind[op] == _FORWARD else -1.0)
+            if kind[op] == _FORWARD:
+                alive[-1] += logits[chunk[op], stage]
             if alive.sum() > most:
                 most = alive.sum()
                 peaks[stage] = alive
+            if kind[op] == _BACKWARD or kind[op] == _INPUT_GRAD:  # which still read logits
+                alive[-1] -= logits[chunk[op], stage]
 
 
 @njit_cached

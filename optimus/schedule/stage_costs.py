@@ -83,6 +83,7 @@ class LayerPrefixSums:
         self._saved_by_module = {
             module: (
                 running(lambda x, m=module: x.activation_bytes * (x.module == m)),  # type: ignore[misc]
+                running(lambda x, m=module: float(x.module == m)),  # type: ignore[misc]
                 transient_bytes(layer for layer in distinct.values() if layer.module == module),
             )
             for module in dict.fromkeys(layer.module for layer in distinct.values())
@@ -148,9 +149,11 @@ class LayerPrefixSums:
     def encoder_bytes(self, cut: Cut, stages: int) -> dict[str, tuple[Floats, Floats]]:
         """Returns by encoder what every stage saves of a microbatch, and what one op there needs beside."""
         by_encoder = {}
-        for name, (running, transient) in self._saved_by_module.items():
-            saved = np.diff(running[list(cut)]).reshape(-1, stages).sum(axis=0)
-            by_encoder[name] = saved, transient * (saved > 0)
+        for name, (running, count, transient) in self._saved_by_module.items():
+            saved, layers = (
+                np.diff(sums[list(cut)]).reshape(-1, stages).sum(axis=0) for sums in (running, count)
+            )
+            by_encoder[name] = saved, transient * (layers > 0)
         return by_encoder
 
     def _working_bytes(self, run: tuple[int, int]) -> float:
