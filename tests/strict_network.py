@@ -9,6 +9,7 @@ Rules, each of which gloo lets programs break unseen:
 - A rank has `queues` launch queues, which communicators share in turn. An operation does not start before
   all that precede it in its queue have: one that waits for its communicator holds up those of others.
 - At most `pending` operations of a queue are posted and not ended; then the host blocks.
+- Once the network is `sealed`, before the first step, only the default group connects.
 
 A rule that is broken, or that nobody can keep any more, is named with rank, communicator and operation.
 """
@@ -34,23 +35,20 @@ from benchmarks.ranks import run_processes
 
 MANY_QUEUES = 1_000  # of their own for all communicators
 SEND, RECEIVE = "send", "receive"
-KINDS = (
-    *(
-        "all-reduce",
-        "all-gather",
-        "reduce-scatter",
-        "all-to-all",
-        "broadcast",
-        "scatter",
-        "gather",
-        "barrier",
-    ),
-    *(SEND, RECEIVE),
-)
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool),
-)
+KINDS = [
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "broadcast",
+    "scatter",
+    "gather",
+    "barrier",
+    "send",
+    "receive",
+]
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 POLL_S = 0.002
 HEADER_TAG = 1 << 20  # of messages in which members agree
 
@@ -62,9 +60,16 @@ class BrokenRule(RuntimeError):
 class StrictNetwork:
     """The launch queues of one rank."""
 
-    def __init__(self, *, queues: int = MANY_QUEUES, pending: int = 1_000, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        *,
+        queues: int = MANY_QUEUES,
+        pending: int = 1_000,
+        timeout_s: float = 20.0,
+        sealed: bool = False,
+    ) -> None:
         self.queues, self.pending, self.timeout_s = queues, pending, timeout_s
-        self.sealed = False  # whether groups but the default one may connect no more
+        self.sealed = sealed  # whether no group but the default one may connect any more
         self._queues: dict[int, _Queue] = {}
         self._made = 0
 
@@ -82,9 +87,11 @@ class StrictNetwork:
 
     def make_communicator(self, ranks: Sequence[int]) -> _Communicator:
         """Makes a communicator on the next queue; those of one rank take none."""
-        queue = self._queues.setdefault(self._made % self.queues, _Queue(self.pending))
+        number = self._made % self.queues
+        if number not in self._queues:
+            self._queues[number] = _Queue(self.pending)
         self._made += len(ranks) > 1
-        return _Communicator(ranks, queue)
+        return _Communicator(ranks, self._queues[number])
 
 
 class _Queue:

@@ -52,7 +52,7 @@ class Quiet:
 
 @contextmanager
 def counting() -> Iterator[tuple[MemoryTracker, torch.Tensor]]:
-    """Of rank 0 of two, and a tensor that is counted apart."""
+    """Yields a tracker of rank 0 of two, and a tensor that is counted apart."""
     told: list[Any] = [Quiet()]
 
     def replace_recorder(recorder: Any) -> Any:
@@ -114,7 +114,7 @@ def test_storages_may_be_emptied_and_filled(counter: tuple[MemoryTracker, torch.
 
 
 def test_views_of_what_was_emptied_do_not_fill_it() -> None:
-    """As they do by themselves where tensors have no numbers."""
+    """Views of fake tensors, which have no numbers, would fill it by themselves."""
     with FakeTensorMode(), counting() as (count, known):
         count.begin(0)
         kept = known + 1

@@ -102,7 +102,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_split_backwards_and_whole_stages_are_read_again() -> None:
-    """What the plans by hand do not have: I and W, a bucket of the whole stage, odd names."""
+    """Reads what plans by hand do not have: I and W, a bucket of the whole stage, odd names."""
     plan = plan_by_hand(Layout(pp=2), microbatches=1, name='ein "Plan" für 日本')
     halves = {OpKind.FORWARD: "llm-F", OpKind.INPUT_GRAD: "llm-B", OpKind.WEIGHT_GRAD: "llm-B"}
     chunk = PlannedChunk(templates=halves, layers=2)

@@ -142,13 +142,14 @@ def test_an_operation_of_every_kind_does_what_it_does_over_gloo() -> None:
         (send_what_nobody_receives, {}, "operation 1: send of 4 elements of float32 waits for members"),
         (both_send_first, {}, "operation 2: send of 4 elements of float32 meets operation 2: send of 4"),
         (first_use_in_two_orders, {}, "blocks the host in its first all-reduce: rank 1 does not come"),
+        (reduce_other_sizes, {"sealed": True}, "connects in a step: all-reduce"),
         (post_three, {"queues": 1}, "waits for members that do not come to it"),
         (post_three, {"pending": 2}, "is posted behind 2 others"),
     ],
 )
 def test_a_broken_rule_is_named(function: Any, rules: dict[str, Any], named: str) -> None:
     told = run_strict_ranks(function, 2, timeout_s=SOON_S, **rules)
-    assert named in told[0], told
+    assert any(named in line for line in told), told
 
 
 @pytest.mark.ci("engine")
@@ -272,6 +273,6 @@ def test_a_rank_that_names_other_members_is_noticed() -> None:
     axis = GroupAxis(name="broken", members=lambda rank: (0, 1) if rank == 0 else (1, 2))
     with pytest.raises(AssertionError, match="broken"):
         check_axis(axis, [0, 1, 2])
-    both = GroupAxis(name="pairs", members=lambda rank: (0, 1), sends=lambda rank: Random(rank).random() >= 0)
+    both = GroupAxis(name="pairs", members=lambda rank: (0, 1), sends=lambda rank: True)
     with pytest.raises(AssertionError, match="pairs"):
         check_axis(both, [0, 1])

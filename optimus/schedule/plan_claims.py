@@ -16,7 +16,7 @@ from optimus.schedule.program_table import PlanHeaderArrays, ProgramTable
 from optimus.schedule.simulator import Timeline
 
 LAG_BINS = 0.5  # mean encoder microbatches by which a dealt pipeline may be behind the plan
-LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED, LOGITS = range(5)
+COMPONENTS = LLM_ACTIVATIONS, ENCODER_ACTIVATIONS, SEAM, GATHERED, LOGITS = range(5)
 
 
 def compute_device_class_memory(
@@ -26,7 +26,11 @@ def compute_device_class_memory(
     memory = []
     for device, alive in enumerate(live_bytes_by_line(plan, programs)):
         total = alive.sum(axis=1)
-        most = alive[int(total.argmax())] if len(total) and total.max() > 0 else np.zeros(5, np.int64)
+        most = (
+            alive[int(total.argmax())]
+            if len(total) and total.max() > 0
+            else np.zeros(len(COMPONENTS), np.int64)
+        )
         llm, encoders, seam, gathered, logits = (int(value) for value in most)
         memory.append(
             DeviceClassMemory(
@@ -54,8 +58,8 @@ def live_bytes_by_line(plan: Plan, programs: Sequence[Program]) -> Iterator[Ints
 def _changes(lines: ProgramTable) -> tuple[Ints, Ints]:
     """Returns the bytes that every line starts to keep, and those it stops to keep, by component."""
     header, ops = lines.header, lines.ops
-    added: Ints = np.zeros((len(lines), 5), np.int64)
-    freed: Ints = np.zeros((len(lines), 5), np.int64)
+    added: Ints = np.zeros((len(lines), len(COMPONENTS)), np.int64)
+    freed: Ints = np.zeros((len(lines), len(COMPONENTS)), np.int64)
     added[:, GATHERED], freed[:, GATHERED] = BucketLines(lines).live_bytes()
     component = np.where(ops.module == header.llm, LLM_ACTIVATIONS, ENCODER_ACTIVATIONS)
     begin, end = ops.rows[ops.first], ops.last

@@ -14,6 +14,7 @@ from optimus.verify.expected_program import ExpectedProgram, PlanLines, check_li
 from optimus.verify.waits import WaitDerivation
 
 ALIVE = ("llm_activations", "encoder_activations", "seam", "gathered", "logits")
+LOGITS = ALIVE.index("logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ def _changes(derived: WaitDerivation) -> tuple[Ints, Ints]:
             allocated[component, rows[:, 0]] += planned.saved_activation_bytes
             freed_by[component, last[:, -1]] += planned.saved_activation_bytes
             loss_read_by = next((block for block in reversed(ends) if block.size), rows)
-            allocated[4, rows[:, 0]] += planned.logits_bytes
-            freed_by[4, loss_read_by[:, -1]] += planned.logits_bytes
+            allocated[LOGITS, rows[:, 0]] += planned.logits_bytes
+            freed_by[LOGITS, loss_read_by[:, -1]] += planned.logits_bytes
             input_grads = ends[2]
             if input_grads.size and ends[0].size:
                 allocated[component, input_grads[:, 0]] += planned.recomputed_bytes
