@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from reference_replay import dependency
 from optimus.ir.op import OpKind
 from optimus.planner.systems.op_order_search import sliding_cuts, step_lower_bound_s
 from optimus.schedule.local_search import shorten_pipeline_order
+from optimus.schedule.op_times import OrderColumns
 from optimus.schedule.pipeline_orders import (
     PRIORITIES,
     UNLIMITED_CHUNKS,
@@ -100,6 +103,25 @@ def test_a_cap_limits_what_is_alive(cap: int, kinds: tuple[OpKind, ...]) -> None
             alive += (op.kind is OpKind.FORWARD) - (op.kind is kinds[-1])
             most = max(most, alive)
         assert most <= cap
+
+
+@settings(deadline=None, max_examples=30)
+@given(op_times(), st.integers(1, 6))
+def test_the_last_order_accepted_is_the_one_returned(times: OpTimes, microbatches: int) -> None:
+    accepted: list[OrderColumns] = []
+
+    def accept(order: OrderColumns) -> bool:
+        accepted.append(order)
+        return True
+
+    draft = list_schedule_pipeline(times, microbatches, cap=1)
+    shorter = shorten_pipeline_order(draft, rounds=5, random=Random(0), enough_s=0.0, accept=accept)
+    if not accepted:
+        assert shorter is draft
+        return
+    expected = asdict(OrderColumns.of(shorter.order))
+    for name, column in asdict(accepted[-1]).items():
+        assert np.array_equal(column, expected[name]), name
 
 
 def test_shaking_accepts_only_what_it_may() -> None:

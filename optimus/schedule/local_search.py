@@ -8,9 +8,8 @@ looks ahead: an op may delay others that are ready if the step becomes shorter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from random import Random
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from optimus.ir.op import NUM_LANES, Floats, Ints, OpKind, Schedule
 from optimus.schedule._numba import njit_cached
+from optimus.schedule.op_times import OrderColumns
 from optimus.schedule.pipeline_orders import PipelineOp, TimedOrder
 from optimus.schedule.schedule_builder import edges_to_csr
 
@@ -33,21 +33,25 @@ CsrLanes = tuple[Ints, Ints, int]  # lanes of every node: offsets, lanes; and th
 
 
 def shorten_pipeline_order(
-    draft: TimedOrder, *, rounds: int, random: Random, enough_s: float, accept: Callable[[TimedOrder], bool]
+    draft: TimedOrder,
+    *,
+    rounds: int,
+    random: Random,
+    enough_s: float,
+    accept: Callable[[OrderColumns], bool],
 ) -> TimedOrder:
     """Returns the shortest acceptable order of all rounds, or the first that takes at most `enough_s`."""
     graph = _OrderGraph(draft)
-    starts = [draft.starts[op] for op in graph.ops]
+    starts, step_s = np.array([draft.starts[op] for op in graph.ops]), draft.step_s
+    accepted = False
     for number in range(rounds):
-        if draft.step_s <= enough_s:
+        if step_s <= enough_s:
             break
-        by_s = random.choice(ORDER_DISTURBANCE_SHARES) * draft.step_s if number else 0.0
-        shifted, step_s = graph.justified(graph.disturbed(starts, by_s, random))
-        if step_s <= draft.step_s:
-            shorter = graph.draft(shifted, step_s)
-            if accept(shorter):
-                draft, starts = shorter, shifted
-    return draft
+        by_s = random.choice(ORDER_DISTURBANCE_SHARES) * step_s if number else 0.0
+        shifted, shifted_s = graph.justified(graph.disturbed(starts, by_s, random))
+        if shifted_s <= step_s and accept(graph.columns(shifted)):
+            accepted, starts, step_s = True, shifted, shifted_s
+    return graph.draft(starts, step_s) if accepted else draft
 
 
 class _OrderGraph:
@@ -58,51 +62,79 @@ class _OrderGraph:
         self.ops: list[tuple[int, PipelineOp]] = [
             (stage, op) for stage, op in draft.starts if (stage, op.kind, op.chunk) == (0, OpKind.FORWARD, 0)
         ]
-        self._before = [-1] * len(self.ops)  # the op that each waits for
+        before = [-1] * len(self.ops)  # the op that each waits for
         delays_s = [0.0] * len(self.ops)  # and for how long after its end
         for number, (stage, op) in enumerate(self.ops):  # grows as followers are found
             for after_s, follower_stage, follower in times.followers(stage, op):
                 self.ops.append((follower_stage, follower))
-                self._before.append(number)
+                before.append(number)
                 delays_s.append(after_s)
         count = len(self.ops)
-        before, delay_s = np.array(self._before, np.int64), np.array(delays_s)
-        waits = np.flatnonzero(before >= 0)
-        edges = np.stack([waits, before[waits]], axis=1)
+        self._before, delay_s = np.array(before, np.int64), np.array(delays_s)
+        waits = np.flatnonzero(self._before >= 0)
+        edges = np.stack([waits, self._before[waits]], axis=1)
         self._waits: CsrDelays = (*edges_to_csr(edges, count), delay_s[waits])
         after_offset, after = edges_to_csr(edges[:, ::-1], count)
         self._reversed_waits: CsrDelays = (after_offset, after, delay_s[after])
+        self._stage: Ints = np.array([stage for stage, _ in self.ops], np.int64)
+        self._kind, self._chunk, self._microbatch = np.array([op for _, op in self.ops], np.int64).T.copy()
         self._seconds: Floats = np.array(
             [times.seconds[op.kind][op.chunk * times.stages + stage] for stage, op in self.ops], np.float64
         )
-        stages = np.array([[number, stage] for number, (stage, _) in enumerate(self.ops)], np.int64)
+        stages = np.stack([np.arange(count), self._stage], axis=1)
         self._lanes: CsrLanes = (*edges_to_csr(stages, count), times.stages)
+        self._offset = np.concatenate([[0], np.cumsum(np.bincount(self._stage, minlength=times.stages))])
 
-    def draft(self, starts: Sequence[float], step_s: float) -> TimedOrder:
-        return TimedOrder(times=self._times, starts=dict(zip(self.ops, starts, strict=True)), step_s=step_s)
+    def draft(self, starts: Floats, step_s: float) -> TimedOrder:
+        by_op = dict(zip(self.ops, starts.tolist(), strict=True))
+        return TimedOrder(times=self._times, starts=by_op, step_s=step_s)
 
-    def disturbed(self, starts: Sequence[float], by_s: float, random: Random) -> Ints:
+    def columns(self, starts: Floats) -> OrderColumns:
+        """Returns the order that `draft` has with these starts."""
+        order = np.lexsort((starts + self._seconds, starts, self._stage))
+        return OrderColumns(
+            stages=self._times.stages,
+            chunks=len(self._times.send_s) // self._times.stages,
+            microbatches=1 + int(self._microbatch.max()),
+            offset=self._offset,
+            kind=self._kind[order],
+            chunk=self._chunk[order],
+            microbatch=self._microbatch[order],
+        )
+
+    def disturbed(self, starts: Floats, by_s: float, random: Random) -> Ints:
         """Returns ops by start, each earlier or later by at most `by_s`, but after what it waits for."""
-        keys: list[float] = []
-        for start, before in zip(starts, self._before, strict=True):
-            key = start + by_s * (2 * random.random() - 1)
-            keys.append(key if before < 0 else max(key, keys[before]))
-        return np.argsort(np.array(keys), kind="stable")
+        drawn = np.array([random.random() for _ in range(len(starts))])
+        return _order_after(starts + by_s * (2 * drawn - 1), self._before)
 
-    def justified(self, sequence: Ints) -> tuple[list[float], float]:
+    def justified(self, sequence: Ints) -> tuple[Floats, float]:
         """Returns starts of the ops and the step, packed in this sequence, then shifted while that helps."""
-        start, end = np.zeros(len(sequence)), np.zeros(len(sequence))
-        last_s = inf
-        self._pack(sequence, self._waits, start, end)
-        while (step_s := float(end.max())) < last_s:
-            last_s = step_s
-            latest = len(end) - 1 - np.argsort(-end[::-1], kind="stable")
-            self._pack(latest, self._reversed_waits, start, end)  # `end`: time left from an op's start
-            self._pack(np.argsort(-end, kind="stable"), self._waits, start, end)
-        return start.tolist(), step_s
+        return _justify(sequence, self._seconds, self._waits, self._reversed_waits, self._lanes)
 
-    def _pack(self, sequence: Ints, waits: CsrDelays, start: Floats, end: Floats) -> None:
-        _pack(sequence, self._seconds, waits, self._lanes, UNLIMITED_GAPS, False, start, end)
+
+@njit_cached
+def _order_after(keys: Floats, before: Ints) -> Ints:
+    """Returns ops by key, none before the one it waits for."""
+    for op in range(len(keys)):
+        if before[op] >= 0:
+            keys[op] = max(keys[op], keys[before[op]])
+    return np.argsort(keys, kind="mergesort")
+
+
+@njit_cached
+def _justify(
+    sequence: NDArray[Any], seconds: Floats, waits: CsrDelays, reversed_waits: CsrDelays, lanes: CsrLanes
+) -> tuple[Floats, float]:
+    start, end = np.zeros(len(sequence)), np.zeros(len(sequence))
+    last_s = np.inf
+    _pack(sequence, seconds, waits, lanes, UNLIMITED_GAPS, False, start, end)
+    while end.max() < last_s:
+        last_s = end.max()
+        latest = len(end) - 1 - np.argsort(-end[::-1], kind="mergesort")
+        # Back from the step's end: `end` is then the time left from an op's start.
+        _pack(latest, seconds, reversed_waits, lanes, UNLIMITED_GAPS, False, start, end)
+        _pack(np.argsort(-end, kind="mergesort"), seconds, waits, lanes, UNLIMITED_GAPS, False, start, end)
+    return start, end.max()
 
 
 # ---------------------------------------------------------------------------- lines of a schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -35,12 +36,11 @@ class StageBytes:
     recomputed: Floats  # the same shape: what a backward recomputes, and gradients of logits
     logits: Floats  # [chunk, stage]
 
-    def states_of(self, stage: int) -> RankMemory:
-        return RankMemory(
-            parameters=float(self.parameters[stage]),
-            gradients=float(self.gradients[stage]),
-            optimizer=float(self.optimizer[stage]),
-        )
+    @cached_property
+    def states(self) -> list[RankMemory]:
+        """Model states of one rank of every stage."""
+        columns = zip(self.parameters.tolist(), self.gradients.tolist(), self.optimizer.tolist(), strict=True)
+        return [RankMemory(parameters=p, gradients=g, optimizer=o) for p, g, o in columns]
 
 
 class LayerPrefixSums:

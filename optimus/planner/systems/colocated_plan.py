@@ -417,7 +417,7 @@ class ColocatedPlanBuilder:
         """Returns the bytes that a rank of one stage holds all the time, by component."""
         layout, context = self.llm.layout, self.context
         stage_bytes = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
-        llm_states = stage_bytes.states_of(stage)
+        llm_states = stage_bytes.states[stage]
         working = float(stage_bytes.working[stage])
         sharding = self.llm.sharding
         states = [llm_states if sharding == Sharding.OPTIMIZER else self._states(self.llm.layers, sharding)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from heapq import heappop, heappush
 from itertools import combinations
 from math import inf
@@ -147,14 +146,15 @@ def _search_cuts(start: PipelineCandidate, kinds: Sequence[OpKind]) -> Iterator[
                     rounds=budget // _num_ops(start),
                     random=random,
                     enough_s=least,
-                    accept=partial(_fits, start, cut),
+                    accept=start.with_cut(cut).fits_in,
                 )
                 best_s = min(best_s, draft.step_s)
             improved.append((draft, cut))
         drafts = _by_step(improved)
     for draft, cut in drafts:
-        if _fits(start, cut, draft):  # an order that the local search left alone may not
-            yield _ordered(start, cut, draft)
+        pipeline = _ordered(start, cut, draft)
+        if pipeline.fits:  # an order that the local search left alone may not
+            yield pipeline
 
 
 def _explore(start: PipelineCandidate, kinds: Sequence[OpKind], cap: int) -> Drafts:
@@ -181,10 +181,6 @@ def _by_step(drafts: Drafts) -> Drafts:
 
 def _ordered(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> PipelineCandidate:
     return replace(start, cut=cut, order_name=GREEDY, explicit_order=draft.order)
-
-
-def _fits(start: PipelineCandidate, cut: Cut, draft: TimedOrder) -> bool:
-    return _ordered(start, cut, draft).fits
 
 
 def _num_ops(pipeline: PipelineCandidate) -> int:

@@ -32,7 +32,7 @@ from optimus.schedule.pipeline_orders import (
 from optimus.schedule.pipeline_schedule import PipelineSpec
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.simulator import Timeline
-from optimus.schedule.stage_costs import Cut, LayerPrefixSums
+from optimus.schedule.stage_costs import Cut, LayerPrefixSums, StageBytes
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
@@ -250,39 +250,56 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every stage."""
-        if self.explicit_order is not None:  # searched by the thousand, each seen once: not cached
-            return self._count_memories()
+        if self.explicit_order is not None:
+            return self.memories_in(self.columns)
         known = self.context.cache.memories
         if self._key not in known:
-            known[self._key] = self._count_memories()
+            known[self._key] = self.memories_in(self.shortened.columns)
         return known[self._key]
 
-    def _count_memories(self) -> tuple[RankMemory, ...]:
-        layout = self.layout
-        held = self.sums.stage_bytes(self.cut, layout.pp)
-        peaks = find_peak_activations(self.shortened.columns, held.saved, held.recomputed, held.logits)
-        communicators = communicator_bytes(
-            layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep
-        )
+    def memories_in(self, order: OrderColumns) -> tuple[RankMemory, ...]:
+        """Returns the memory of one rank of every stage if ops run in this order."""
+        held = self._stage_bytes
+        peaks = find_peak_activations(order, held.saved, held.recomputed, held.logits)
         return tuple(
             replace(
-                held.states_of(stage),
-                llm_activations=float(peaks[stage, 0] + held.working[stage]),
-                encoder_activations=float(peaks[stage, 1]),
-                logits=float(peaks[stage, 2]),
-                communicators=communicators,
+                states,
+                llm_activations=llm + working,
+                encoder_activations=encoders,
+                logits=logits,
+                communicators=self._communicator_bytes,
                 reserve=self.context.job.cluster.reserve_bytes,
             )
-            for stage in range(layout.pp)
+            for states, working, (llm, encoders, logits) in zip(
+                held.states, held.working.tolist(), peaks.tolist(), strict=True
+            )
         )
+
+    @cached_property
+    def _stage_bytes(self) -> StageBytes:
+        return self.sums.stage_bytes(self.cut, self.layout.pp)
+
+    @cached_property
+    def _communicator_bytes(self) -> float:
+        layout = self.layout
+        return communicator_bytes(layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep)
 
     @property
     def fits(self) -> bool:
-        """True if every rank stays within a GPU's memory, also at p99 of steps, which need not be counted."""
+        """True if every rank stays within a GPU's memory, also at p99 of steps."""
+        return self.fits_with(self.memories)
+
+    def fits_in(self, order: OrderColumns) -> bool:
+        """Returns whether the pipeline fits if its ops run in this order."""
+        return self.fits_with(self.memories_in(order))
+
+    def fits_with(self, memories: Sequence[RankMemory]) -> bool:
+        """Returns whether ranks that need this in the mean step fit at p99, which need not be counted."""
         capacity = self.context.capacity_bytes
-        if self.mean_bytes > capacity:
+        if max(memory.total for memory in memories) > capacity:
             return False
-        return self._peak_bytes(self._added_bytes(bounded=True)) <= capacity or self.peak_bytes <= capacity
+        added = (self._added_bytes(memories, bounded=bounded) for bounded in (True, False))
+        return any(_peak_bytes(memories, more) <= capacity for more in added)
 
     @property
     def mean_bytes(self) -> float:
@@ -292,26 +309,44 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def peak_bytes(self) -> float:
         """Memory of the fullest rank at p99 of steps."""
-        return self._peak_bytes(self.added_bytes_at_p99)
-
-    def _peak_bytes(self, added: Sequence[float]) -> float:
-        totals = [memory.total for memory in self.memories]
-        return max(total + more for total, more in zip(totals, added, strict=True))
+        return _peak_bytes(self.memories, self.added_bytes_at_p99)
 
     @cached_property
     def added_bytes_at_p99(self) -> list[float]:
         """Bytes that encoder microbatches on a rank of every stage have more at p99 of steps."""
-        return self._added_bytes(bounded=False)
+        return self._added_bytes(self.memories, bounded=False)
 
-    def _added_bytes(self, *, bounded: bool) -> list[float]:
-        """Returns `added_bytes_at_p99`, or a bound on them for which no step is dealt."""
-        added, by_encoder = np.zeros(self.layout.pp), self.sums.encoder_bytes(self.cut, self.layout.pp)
+    def _added_bytes(self, memories: Sequence[RankMemory], *, bounded: bool) -> list[float]:
+        """Returns what encoder microbatches need more at p99, or a bound on it for which no step is dealt."""
+        added, by_encoder = np.zeros(self.layout.pp), self._encoder_bytes
         if not by_encoder:
             return [0.0] * self.layout.pp
-        assigned = self.batch_assignment()
+        bins_of = self._most_bins if bounded else self._bins_at_p99
         one = np.maximum(sum(saved for saved, _ in by_encoder.values()), 1.0)
-        held = np.array([memory.encoder_activations for memory in self.memories])
+        held = np.array([memory.encoder_activations for memory in memories])
         for name, (saved, transient) in by_encoder.items():
+            bins = bins_of[name]
+            resident = np.minimum(np.ceil(held / one - ROUNDING).astype(int), len(bins) - 1)
+            added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient
+        return added.tolist()
+
+    @cached_property
+    def _encoder_bytes(self) -> dict[str, tuple[Floats, Floats]]:
+        return self.sums.encoder_bytes(self.cut, self.layout.pp)
+
+    @cached_property
+    def _bins_at_p99(self) -> dict[str, Floats]:
+        return self._resident_bins(bounded=False)
+
+    @cached_property
+    def _most_bins(self) -> dict[str, Floats]:
+        return self._resident_bins(bounded=True)
+
+    def _resident_bins(self, *, bounded: bool) -> dict[str, Floats]:
+        """Returns for every encoder by n the load of n bins in a row in a heavy step, or a bound on it."""
+        assigned = self.batch_assignment()
+        bins_of = {}
+        for name in self._encoder_bytes:
             shape = BinShape(
                 encoder=name,
                 replicas=self.layout.dp,
@@ -320,15 +355,13 @@ class PipelineCandidate(BaseCandidate):
                 dealing_replicas=assigned.dealing_replicas,
                 locked=assigned.locked,
             )
-            bins = self.context.resident_bins_at_p99(
+            bins_of[name] = self.context.resident_bins_at_p99(
                 shape,
                 sequences=self.sequences / assigned.encoders[name].bins,
                 priced=assigned.encoders[name].priced_sequences,
                 bounded=bounded,
             )
-            resident = np.minimum(np.ceil(held / one - ROUNDING).astype(int), len(bins) - 1)
-            added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient
-        return added.tolist()
+        return bins_of
 
     def batch_assignment(self) -> BatchAssignment:
         """Returns one data-parallel replica's share for every pipeline, in a piece for each encoder block."""
@@ -368,6 +401,10 @@ class PipelineCandidate(BaseCandidate):
             cut=tuple(before[place] for place in self.cut),
             policy=tuple(step for step in self.policy if step[0] == module),
         )
+
+
+def _peak_bytes(memories: Sequence[RankMemory], added: Sequence[float]) -> float:
+    return max(memory.total + more for memory, more in zip(memories, added, strict=True))
 
 
 @lru_cache(maxsize=256)
