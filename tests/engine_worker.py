@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from async_device import DEVICE, AsyncNetwork, installed
 from context_parallel_bugs import CP_BUGS
 from engine_bugs import BUGS
 from engine_cases import (
@@ -40,6 +41,7 @@ from engine_cases import (
 )
 from one_process import OneProcess, plain_adamw
 from sharding_bugs import SHARDING_BUGS
+from stream_bugs import STREAM_BUGS
 from strict_network import MANY_QUEUES, StrictNetwork
 from tensor_parallel_bugs import TP_BUGS
 from torch import Tensor
@@ -62,9 +64,9 @@ from optimus.planner import context
 
 TIMEOUT_S = 30
 # NETWORK=strict: gloo with NCCL's rules; unconnected: the same without `connect_groups`; "strict 8": with 8
-# launch queues.
+# launch queues; async: strict, and steps run on streams as on a GPU.
 NETWORK, *QUEUES = os.environ.get("NETWORK", "gloo").split()
-STRICT = StrictNetwork(
+STRICT = (AsyncNetwork if NETWORK == "async" else StrictNetwork)(
     queues=int(QUEUES[0]) if QUEUES else MANY_QUEUES, timeout_s=5 if NETWORK == "unconnected" else TIMEOUT_S
 )
 LR = 1e-3
@@ -130,7 +132,7 @@ class RankRun:
             self.built.executor.buckets,
         )
         self.executor, self.batch = self.built.executor, self.built.batch
-        STRICT.sealed = NETWORK == "strict"
+        STRICT.sealed = NETWORK in ("strict", "async")
         named = {name: p for name, p in self.model.parameters.items() if p.requires_grad}
         self._learns = None if case.sharded or not named else plain_adamw(named, self.learning)
         self.narrow = 0
@@ -166,7 +168,9 @@ class RankRun:
             self._learns[0].zero_grad()
         if self.built.optimizer is not None:
             self.built.optimizer.set_learning_rate(step)
-        loss = self.executor.step(self.batch(step))
+        batch = self.batch(step)
+        with DEVICE.running() if NETWORK == "async" else nullcontext():
+            loss = self.executor.step(batch)
         if self.trains and self._learns is not None:
             for part in self._learns:
                 part.step()
@@ -175,7 +179,7 @@ class RankRun:
         return float(total)
 
     def begin(self, line: int) -> None:
-        """Only ends are looked at."""
+        DEVICE.line = line
 
     def end(self, line: int) -> None:
         """After every line of the program: whether gradients are still wide, and in their bucket."""
@@ -389,7 +393,8 @@ def run_rank(rank: int, case: Case, store: Path, work: Work, result: Path) -> in
         world_size=case.ranks,
         timeout=torch.distributed.distributed_c10d.timedelta(seconds=TIMEOUT_S),
     )
-    found = work(case, rank)
+    with installed() if NETWORK == "async" else nullcontext():
+        found = work(case, rank)
     if rank == 0:
         result.write_text(json.dumps(found))
     dist.barrier()
@@ -443,7 +448,8 @@ def main(what: str, names: list[str]) -> None:
     if what.endswith("bugs"):
         every = (*CASES, *SHARDED, *HALF, *TP, *TP_SHARDED, *CP, *DEALT, *SYSTEMS)
         by_name = {case.name: case for case in every}
-        bugs = {"sharding-bugs": SHARDING_BUGS, "tp-bugs": TP_BUGS, "cp-bugs": CP_BUGS}.get(what, BUGS)
+        special = {"sharding": SHARDING_BUGS, "tp": TP_BUGS, "cp": CP_BUGS, "stream": STREAM_BUGS}
+        bugs = special.get(what.removesuffix("-bugs"), BUGS)
         for name, (of, plant) in bugs.items():
             if not names or name in names:
                 look = compare_half if by_name[of].dtype != "float64" else compare

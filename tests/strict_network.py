@@ -60,6 +60,8 @@ class BrokenRule(RuntimeError):
 class StrictNetwork:
     """The launch queues of one rank."""
 
+    group_type: type[StrictGroup]
+
     def __init__(
         self,
         *,
@@ -83,7 +85,7 @@ class StrictNetwork:
 
     def _make_group(self, options: Any, _: object) -> StrictGroup:
         timeout = timedelta(seconds=self.timeout_s)
-        return StrictGroup(options, partial(make_gloo_backend, self._device, options, timeout), self)
+        return self.group_type(options, partial(make_gloo_backend, self._device, options, timeout), self)
 
     def make_communicator(self, ranks: Sequence[int]) -> _Communicator:
         """Makes a communicator on the next queue; those of one rank take none."""
@@ -111,8 +113,8 @@ class _Communicator:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strict-communicator")
         self.last: Future[None] | None = None
 
-    def post(self, run: Callable[[], None], named: str) -> Future[None]:
-        """Runs an operation after the last one, once its queue has come to it."""
+    def post(self, run: Callable[[], None], named: str, ready: Callable[[], None]) -> Future[None]:
+        """Runs an operation after the last one, once its queue has come to it and it is `ready`."""
         previous, done = self.last, Future[None]()
         self.last = done
 
@@ -128,6 +130,7 @@ class _Communicator:
             self.queue.head = named
             if previous is not None:
                 previous.exception()
+            ready()
             self.thread.submit(execute)
 
         self.queue.thread.submit(start)
@@ -219,6 +222,7 @@ class StrictGroup(GlooGroup):
         carry: Callable[[], Sequence[Any]],
         members: Sequence[int],
         connection: str,
+        ready: Callable[[], None] = lambda: None,
     ) -> StrictWork:
         communicator = self._communicator(members)
         where = f"rank {self._ranks[self._mine]}: {self.description or 'the default group'}"
@@ -247,7 +251,7 @@ class StrictGroup(GlooGroup):
         def stuck() -> str:
             return f"{named} has not ended; its queue is at {queue.head}"
 
-        return StrictWork(communicator.post(run, named), stuck, self._network.timeout_s)
+        return StrictWork(communicator.post(run, named, ready), stuck, self._network.timeout_s)
 
     def _exchange(self, header: Tensor, members: Sequence[int], named: str) -> list[tuple[int, Tensor]]:
         """Returns the operations that the other members run here; ends when all have come to it."""
@@ -263,6 +267,7 @@ class StrictGroup(GlooGroup):
         return others
 
 
+StrictNetwork.group_type = StrictGroup
 _PAIRED = {KINDS.index(SEND): KINDS.index(RECEIVE), KINDS.index(RECEIVE): KINDS.index(SEND)}
 
 

@@ -179,7 +179,7 @@ def test_steps_of_fsdp_are_dealt_as_in_the_engine() -> None:
 def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences once for all encoder layouts of an LLM pipeline, items once for each that has its turn."""
     calls: Counter[str] = Counter()
-    for name in ("deal_items", "deal_sequences"):
+    for name in ("deal_items", "deal_evenly"):
         dealt = getattr(worst_step, name)
         monkeypatch.setattr(
             worst_step,
@@ -195,7 +195,7 @@ def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None
     search.refine(first)
     shapes = list(context.cache.resident_bins)
     assert {(shape.replicas, shape.microbatches) for shape in shapes} == {(16, llm.microbatches)}
-    assert calls == {"deal_sequences": 2 * STEPS, "deal_items": STEPS * len(shapes)}
+    assert calls == {"deal_evenly": 2 * STEPS, "deal_items": STEPS * len(shapes)}
 
 
 def scheduled(candidate: ColocationCandidate) -> ScheduledCandidate:

@@ -15,6 +15,7 @@ from optimus.schedule.bubbles import CAUSES
 
 MAX_CALIBRATION = 1.5  # measured over computed step, or its inverse; beyond it the job is doubtful
 TP_SHARE = f"{OVERLAPPED_TP_SHARE:.0%}"
+PEAK_REMARK = "peak GB: at p99 of steps, as data vary. The worst rank, below: in the mean step."
 TP_SHARE_REMARK = f"TP {TP_SHARE}: step s if {TP_SHARE} of the TP traffic is already overlapped."
 SHORT_COMPONENTS = {
     "parameters": "params",
@@ -97,6 +98,8 @@ def format_comparison(comparison: Comparison) -> list[str]:
     lines += ["", *_table(comparison), "", *_calibration(comparison)]
     lines += wrap_remark(CAUSES_REMARK)
     lines += wrap_remark(TP_SHARE_REMARK)
+    if any(system.peak_bytes > system.memory.total for system in comparison.systems.values()):
+        lines += wrap_remark(PEAK_REMARK)
     if comparison.is_stated and comparison.context.layout.pp == 1:
         lines += wrap_remark("With pp 1 there is one stage: stage0 and balanced are the same.")
     lines.append("")

@@ -90,6 +90,13 @@ def deal_sequences(loads: Sequence[float], columns: int) -> list[list[int]]:
     return dealt
 
 
+def deal_evenly(loads: Sequence[float], parts: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Deals sequences into parts of equal load, each in order; where they do not divide, some get fewer."""
+    missing = -len(loads) % (parts * multiple_of)
+    dealt = deal_sequences([*loads, *[0.0] * missing], parts)
+    return [[place for place in sorted(part) if place < len(loads)] for part in dealt]
+
+
 def deal_microbatches(loads: Sequence[float], microbatches: int, ranks: int) -> list[list[list[int]]]:
     """Deals sequences over microbatches and ranks that wait for each other in every microbatch.
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from optimus.models.collectives import has_streams
+
 # Payload (forward, backward or rows), module, receiving virtual stage, microbatch.
 Key = tuple[str, str, int, int]
 
@@ -148,7 +150,7 @@ class P2PMailbox:
         self._receives: dict[Key, list[dist.Work]] = {}  # posted, not yet waited for
         self._sends = _PendingSends()
         # NCCL starts a receive after what its stream holds when it is posted: an own stream holds nothing.
-        self._recv_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._recv_stream = torch.cuda.Stream(device) if has_streams(device) else None
         self._compute_stream = None if self._recv_stream is None else torch.cuda.current_stream(device)
 
     def put(self, key: Key, tensors: tuple[Tensor, ...]) -> None:
@@ -198,7 +200,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if has_streams(device) else None
         self._thread: ThreadPoolExecutor | None = None
         self._launches: dict[object, Future[None]] = {}
         self._inline = False

@@ -17,6 +17,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def has_streams(device: torch.device) -> bool:
+    """Returns whether work on a device is queued on streams while the host goes on."""
+    return bool(device.type == "cuda")
+
+
 class AsyncCollective:
     """A collective in flight; it keeps the tensors that it reads and writes alive until it is waited for."""
 
@@ -30,7 +35,7 @@ class AsyncCollective:
         if self._work is not None:
             self._work.wait()
         for tensor in self._tensors:
-            if tensor.is_cuda:  # the collective may have been launched from another stream
+            if has_streams(tensor.device):  # the collective may have been launched from another stream
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result()
 

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from optimus.cost.flops import fit_item_cost
-from optimus.data.dealing import deal_items, deal_sequences, list_column_pipelines
+from optimus.data.dealing import deal_evenly, deal_items, list_column_pipelines
 from optimus.ir.op import Floats, Ints
 from optimus.job.job import Job
 
@@ -106,7 +106,7 @@ class DrawnSteps:
         key = shape.groups, shape.sampled_groups, shape.microbatches
         if key not in self._columns:
             self._columns[key] = [
-                [_deal_evenly(self._loads, group, shape.microbatches) for group in groups[: key[1]]]
+                [self._deal(group, shape.microbatches) for group in groups[: key[1]]]
                 for groups in self._dealt_to_groups(shape.groups)
             ]
         return self._columns[key]
@@ -114,8 +114,12 @@ class DrawnSteps:
     def _dealt_to_groups(self, groups: int) -> list[list[list[int]]]:
         """Returns the sequences of every group in every step."""
         if groups not in self._groups:
-            self._groups[groups] = [_deal_evenly(self._loads, drawn, groups) for drawn in self.drawn.tolist()]
+            self._groups[groups] = [self._deal(drawn, groups) for drawn in self.drawn.tolist()]
         return self._groups[groups]
+
+    def _deal(self, sequences: Sequence[int], parts: int) -> list[list[int]]:
+        dealt = deal_evenly(self._loads[sequences].tolist(), parts)
+        return [[sequences[place] for place in part] for part in dealt]
 
     def bin_tokens(self, shape: BinShape) -> Iterator[Floats]:
         """Yields for every step the tokens of all bins by sampled group: by column, replica after replica."""
@@ -158,13 +162,6 @@ class DrawnSteps:
         quantile = np.mean(fullest, axis=0) + P99_SIGMAS * np.std(fullest, axis=0)
         bounded = np.minimum(np.maximum.accumulate(quantile), self.most_resident_bins(shape))
         return np.maximum(bounded, np.arange(most + 1))
-
-
-def _deal_evenly(loads: Floats, sequences: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals sequences to parts of equal load; where they do not divide, some parts get one less."""
-    own = [*loads[sequences].tolist(), *[0.0] * (-len(sequences) % parts)]
-    dealt = deal_sequences(own, parts)
-    return [[sequences[place] for place in sorted(part) if place < len(sequences)] for part in dealt]
 
 
 def _places_by_pipeline(pipelines: Sequence[Sequence[int]]) -> Ints:

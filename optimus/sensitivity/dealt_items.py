@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from optimus.data.dealing import DealtItems, deal_items, deal_sequences, list_column_pipelines
+from optimus.data.dealing import DealtItems, deal_evenly, deal_items, list_column_pipelines
 from optimus.ir.op import Floats, Ints
 from optimus.planner.batch_assignment import BatchAssignment, EncoderBins
 from optimus.sensitivity.drawn_batches import COMPUTE, DrawnBatches, EncoderItemCosts
@@ -25,10 +25,10 @@ def sum_dealt_item_loads(batches: DrawnBatches, batch: int, assignment: BatchAss
     drawn = batches.drawn[batch]
     loads = batches.loads[drawn]
     count, columns = assignment.replicas // assignment.dealing_replicas, assignment.microbatches
-    by_group = _deal_evenly(loads, count, multiple_of=columns)
+    by_group = deal_evenly(loads.tolist(), count, multiple_of=columns)
     if not assignment.locked:  # else all groups wait for the slowest, whichever it is
         by_group = by_group[:MAX_DEALT_GROUPS]
-    groups = [[drawn[own[c]] for c in _deal_evenly(loads[own], columns)] for own in by_group]
+    groups = [[drawn[own][c] for c in deal_evenly(loads[own].tolist(), columns)] for own in by_group]
     by_encoder = {}
     for name, bins in assignment.encoders.items():
         items = batches.items[name]
@@ -36,13 +36,6 @@ def sum_dealt_item_loads(batches: DrawnBatches, batch: int, assignment: BatchAss
         own_loads = np.concatenate([_sum_loads(items, group, bins, assignment) for group in groups], axis=1)
         by_encoder[name] = (_slowest(own_loads) if assignment.locked else own_loads) / priced
     return by_encoder
-
-
-def _deal_evenly(loads: Floats, parts: int, multiple_of: int = 1) -> list[Ints]:
-    """Deals sequences into parts of equal load; where sizes do not divide, some have one less."""
-    missing = -len(loads) % (parts * multiple_of)
-    dealt = deal_sequences([*loads.tolist(), *[0.0] * missing], parts)
-    return [np.array([place for place in part if place < len(loads)], int) for part in dealt]
 
 
 def _sum_loads(
