@@ -241,6 +241,17 @@ def activation_gradient_bytes(shape: LayerShape) -> float:
     return BF16_BYTES * _mlp_widths(shape) * shape.shard
 
 
+def gathered_gradient_bytes(shape: LayerShape) -> float:
+    """Returns the bytes of other ranks' rows in gradients that a row-parallel linear's weight gradient reads.
+
+    Attention has one such linear, and so has an MLP that is split over the TP group.
+    """
+    stack = shape.stack
+    routed = stack.experts is not None and stack.has_experts(shape.layer)
+    linears = 2 if not routed or shape.shared_mlp else 1
+    return BF16_BYTES * linears * stack.hidden * (shape.layout.tp - 1) * shape.shard
+
+
 def _mlp_widths(shape: LayerShape) -> float:
     """Returns the stored widths of the MLP, or of the experts that a token visits."""
     stack = shape.stack

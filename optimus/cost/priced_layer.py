@@ -14,7 +14,12 @@ from optimus.cost.layer_kernels import (
     list_selective_recompute_kernels,
     list_weight_grad_kernels,
 )
-from optimus.cost.layer_shape import LayerShape, activation_gradient_bytes, saved_activation_bytes
+from optimus.cost.layer_shape import (
+    LayerShape,
+    activation_gradient_bytes,
+    gathered_gradient_bytes,
+    saved_activation_bytes,
+)
 from optimus.cost.measured_profile import LayerClass, classify_layer
 from optimus.cost.network import Collective
 from optimus.ir.op import KernelName, Lane, OpKind
@@ -40,11 +45,14 @@ class PricedLayer:
     working_bytes: float = 0.0  # alive only while the layer runs: gradients, or what a frozen one computes
     logits_bytes: float = 0.0
     logit_gradient_bytes: float = 0.0
+    gathered_gradient_bytes: float = (
+        0.0  # of gradients gathered over the TP group, but for the rank's own rows
+    )
 
     @property
     def held_for_weight_grad_bytes(self) -> float:
         """Bytes that wait for the weight gradient, if it is computed apart from the input's."""
-        return self.recomputed_bytes + self.logit_gradient_bytes
+        return self.recomputed_bytes + self.logit_gradient_bytes + self.gathered_gradient_bytes
 
     @property
     def transient_bytes(self) -> float:
@@ -300,6 +308,7 @@ def _price_layer(shape: LayerShape, recompute: str, *, train: bool, passes_gradi
         activation_bytes=saved,
         recomputed_bytes=whole - saved if passes_gradients else 0.0,
         working_bytes=activation_gradient_bytes(shape) if passes_gradients else whole,
+        gathered_gradient_bytes=gathered_gradient_bytes(shape) if train else 0.0,
         output_bytes=shape.shard * stack.hidden * BF16_BYTES / stack.merge_of(shape.layer),
         trained=train,
         flops=flops.layer_flops(stack, shape.layer, shape.load),

@@ -252,7 +252,7 @@ def _receives(clock: _Clock, ready_s: Floats, number: Ints) -> _InsertedLines:
 def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
     """Yields gathers, in the order of first use, and reduces, once all members have their gradients."""
     lines, header = clock.lines, clock.header
-    stage = header.stage[lines.module, lines.device]
+    stage, end_s = header.stage[lines.module, lines.device], clock.end_s.max()
     number, uses = 0, list[_Use]()
     for module, name in enumerate(header.names):
         for at, buckets in enumerate(header.plan.modules[name].buckets):
@@ -273,7 +273,7 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
                     yield _InsertedLines(
                         device=devices,
                         before=clock.first[devices],
-                        time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=np.inf)),
+                        time_s=np.full(len(devices), clock.start_s[mine[forward]].min(initial=end_s)),
                         number=np.full(len(devices), number),
                         rows=np.tile(row, (len(devices), 1)),
                     )
@@ -286,7 +286,7 @@ def _traffic(clock: _Clock) -> Iterator[_InsertedLines]:
                         ours = producers[turn == row[3]]
                         yield _reduce(clock, np.unique(lines.device[ours]), ours, number, row)
     if uses:
-        yield _prefetch(clock, uses)
+        yield _prefetch(clock, uses, number + 1)
 
 
 class _Use(NamedTuple):
@@ -316,18 +316,18 @@ def _list_uses(
         yield _Use(int(begin), int(end), (row[0], kind, row[2], number, row[4]), gathers)
 
 
-def _prefetch(clock: _Clock, uses: list[_Use]) -> _InsertedLines:
+def _prefetch(clock: _Clock, uses: list[_Use], number: int) -> _InsertedLines:
     """Places each gather before the use that precedes its own, so that it runs beside that use.
 
     But not before the bucket's own last use has ended: that frees the parameters; and behind what is gathered
-    for the step, which classes that gather it together have in one order.
+    for the step, which has smaller numbers: classes that gather it together have it in one order.
     """
     lines = clock.lines
     uses = sorted(uses)
     before, freed = list[int](), dict[tuple[int, ...], int]()
-    for number, use in enumerate(uses):
+    for place, use in enumerate(uses):
         device = int(lines.device[use.first])
-        earlier = uses[number - 1] if number else use
+        earlier = uses[place - 1] if place else use
         same_class = lines.device[earlier.first] == device
         bucket = device, use.row[0], use.row[2], use.row[4]
         start = earlier.first if same_class else int(clock.first[device])
@@ -339,7 +339,7 @@ def _prefetch(clock: _Clock, uses: list[_Use]) -> _InsertedLines:
         device=lines.device[firsts],
         before=np.array(before, np.int64)[gathers],
         time_s=clock.end_s.max() + clock.start_s[firsts],
-        number=np.arange(len(firsts)),
+        number=number + np.arange(len(firsts)),
         rows=np.array([use.row for use in uses], np.int64)[gathers],
     )
 
@@ -356,9 +356,10 @@ def _reduce(clock: _Clock, devices: Ints, producers: Ints, number: int, row: lis
         [rows.max(initial=first - 1) for rows, first in zip(producers_by_class, firsts, strict=True)],
         np.int64,
     )
-    finish = np.array([clock.end_s[rows].max(initial=0.0) for rows in producers_by_class])
+    finish = np.array([clock.end_s[rows].max(initial=-1.0) for rows in producers_by_class])
     group = header.group[row[0], Communicator.DP, devices]
     done = np.array([finish[group == g].max() for g in group.tolist()])
+    done[done < 0] = clock.end_s.max()  # no class computes the gradient: last, in one order everywhere
     alone = header.group_size[row[0], Communicator.DP, devices] == 1
     when = clock.running(devices, done)
     return _InsertedLines(

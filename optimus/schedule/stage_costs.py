@@ -93,7 +93,7 @@ class LayerPrefixSums:
         self._working: dict[tuple[int, int], float] = {}
         recomputed_by_llm = running(lambda x: x.held_for_weight_grad_bytes * (x.module == llm))
         self._recomputed = np.stack(
-            [recomputed_by_llm, running(lambda x: x.recomputed_bytes * (x.module != llm))], axis=1
+            [recomputed_by_llm, running(lambda x: x.held_for_weight_grad_bytes * (x.module != llm))], axis=1
         )
         self._groups: dict[DpGroup, tuple[Floats, Floats]] = {}  # bytes to gather, bytes to reduce
         groups = (split_parameters_by_dp_group(layer) for layer in distinct.values())

@@ -98,10 +98,10 @@ class ColocatedEncoder:
         return list(map(self.activation_bytes_of, self.stages))
 
     def activation_bytes_of(self, layers: Sequence[PricedLayer]) -> tuple[int, int]:
-        """Returns what a microbatch saves, and recomputed activations that wait for weight gradients."""
+        """Returns what a microbatch saves, and what waits for weight gradients besides."""
         saved = sum(layer.activation_bytes for layer in layers)
-        recomputed = sum(layer.recomputed_bytes for layer in layers) if self.split_backward else 0
-        return round(saved), round(recomputed)
+        held = sum(layer.held_for_weight_grad_bytes for layer in layers) if self.split_backward else 0
+        return round(saved), round(held)
 
 
 def split_layers_evenly(inner: int, stages: int) -> tuple[int, ...]:

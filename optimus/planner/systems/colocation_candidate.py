@@ -211,7 +211,7 @@ class ColocationCandidate:
         """Returns the bytes that `resident` microbatches of one encoder have more at p99 of steps."""
         bins, layers = self._bins_at_p99[encoder.encoder.name], encoder.stages[stage]
         resident = min(resident, len(bins) - 1)
-        saved = sum(layer.activation_bytes + layer.recomputed_bytes for layer in layers)
+        saved = sum(encoder.activation_bytes[stage])
         return float((bins[resident] - resident) * saved + (bins[1] - 1) * transient_bytes(layers))
 
     @cached_property
