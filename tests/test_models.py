@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, get_args
 
 import pytest
@@ -12,9 +12,11 @@ from one_process import OneProcess, parameters_by_name, whole
 from tiny_models import DTYPE, ENCODERS, LLMS, build, close, images, random_samples, tiny_model
 from torch import Tensor
 
+from optimus.engine.torch_private import FakeTensorMode
 from optimus.ir.op import OpKind
 from optimus.job.model import Encoder, Llm
-from optimus.models.attention import attend_by_spans
+from optimus.models import attention
+from optimus.models.attention import Spans, attend_by_spans, attend_varlen
 from optimus.models.build import build_layers
 from optimus.models.chunk import SegmentedChunk
 from optimus.models.kernels import Norm
@@ -223,7 +225,9 @@ def test_windows_and_merge_groups_stand_together_and_the_llm_gets_raster_order(g
 
 @pytest.mark.parametrize("spans", [(12,), (3, 3, 3, 3), (5, 2, 5), (1, 4, 4, 1, 2), (12, 0)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_sees_its_span_only(spans: tuple[int, ...], causal: bool) -> None:
+def test_attention_sees_its_span_only(
+    spans: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (
         torch.randn(12, heads, 4, generator=generator, dtype=DTYPE) for heads in (4, 2, 2)
@@ -236,6 +240,55 @@ def test_attention_sees_its_span_only(spans: tuple[int, ...], causal: bool) -> N
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(2, 1))
     assert close(attend_by_spans(queries, keys, values, spans, causal), expected)
+    monkeypatch.setattr(attention, "varlen_attn", attend_as_documented)
+    assert close(attend_varlen(queries, keys, values, Spans.of(spans), causal), expected)
+
+
+def attend_as_documented(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begins: Tensor,
+    key_begins: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Stands for `torch.nn.attention.varlen.varlen_attn`, which runs on GPUs only."""
+    assert begins.dtype == key_begins.dtype == torch.int32 and begins.tolist() == key_begins.tolist()
+    assert begins[0] == 0 and begins[-1] == len(queries)
+    assert longest == longest_key == int(begins.diff().max()) and int(begins.diff().min()) > 0
+    assert enable_gqa == (queries.shape[1] != keys.shape[1])
+    causal = {(-1, 0): True, (-1, -1): False}[window_size]
+    runs = [slice(begin, end) for begin, end in pairwise(begins.tolist())]
+    return torch.cat(
+        [
+            attend_by_spans(queries[run], keys[run], values[run], (run.stop - run.start,), causal)
+            for run in runs
+        ]
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_gpus_has_its_shapes(causal: bool) -> None:
+    """Torch's own op is dispatched for a GPU, forward; on fake tensors of a CPU, backward too."""
+    spans = (5, 2, 5)
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode():
+            queries, keys, values = rows = [
+                torch.empty(12, heads, 72, dtype=torch.bfloat16, device=device, requires_grad=device == "cpu")
+                for heads in (4, 2, 2)
+            ]
+            own = Spans(spans)
+            own.offsets = torch.empty(4, dtype=torch.int32, device=device)
+            attended = attend_varlen(queries, keys, values, own, causal)
+            assert attended.shape == (12, 4, 72) and attended.dtype == torch.bfloat16
+            assert attended.device.type == device
+            if device == "cpu":
+                grads = torch.autograd.grad(attended.sum(), rows)
+                assert [grad.shape for grad in grads] == [each.shape for each in rows]
 
 
 def test_the_loss_falls_along_its_gradient() -> None:

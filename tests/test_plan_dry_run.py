@@ -19,7 +19,7 @@ from optimus.job.read import load_model
 
 SMALL = "cpu/tiny-vl"
 MAX_OVER_COUNTED = 0.10
-MAX_UNDER_COUNTED = 0.01  # where gathered gradients of encoders are held until W: docs/limits.md
+MAX_UNDER_COUNTED = 0.005  # where several encoder backwards hold a recomputed layer at once: docs/limits.md
 # Of models: GPUs, sequences of a step, images of a sequence, LLM tokens of an image.
 # Memory is planned for the mean batch: all sequences are alike. Images are squares that windows divide, since
 # attention on CPUs copies windows of unequal length.
@@ -68,16 +68,18 @@ def check_agreement(job: str, folder: Path, capsys: pytest.CaptureFixture[str]) 
     memory = stepped["memory"]
     needed = memory["planned_bytes"]["peak"] + sum(memory["planned_only_bytes"].values())
     assert needed == pytest.approx(planned["peak_memory_bytes"], rel=1e-6)
-    under = MAX_UNDER_COUNTED if splits_parallel_encoder(stepped, plan) else 0.0
+    under = MAX_UNDER_COUNTED if recomputes_encoder(stepped, plan) else 0.0
     assert -under <= memory["error"] <= MAX_OVER_COUNTED, memory
     return stepped
 
 
-def splits_parallel_encoder(stepped: Result, plan: Plan) -> bool:
-    """Tells whether the rank splits the backward of a tensor-parallel encoder."""
+def recomputes_encoder(stepped: Result, plan: Plan) -> bool:
+    """Tells whether the rank recomputes layers of an encoder in its backward."""
     verbs = stepped["program"]["verbs"]
-    parallel = (name for name, module in plan.encoders.items() if module.layout.tp > 1)
-    return any(OpKind.INPUT_GRAD.word in verbs.get(name, {}) for name in parallel)
+    recomputed = (name for name, module in plan.encoders.items() if module.recompute != "none")
+    return any(
+        {OpKind.BACKWARD.word, OpKind.INPUT_GRAD.word} & set(verbs.get(name, {})) for name in recomputed
+    )
 
 
 def check_program(stepped: Result, plan: Plan, device: int) -> None:

@@ -26,7 +26,7 @@ from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, RankCoordinates
 from optimus.job.job import Job
-from optimus.models.kernels import GPU_LINEAR, KernelSet
+from optimus.models.kernels import GPU_KERNELS, KernelSet
 
 # Fake tensors of another device cannot compute gradients where torch has no such device.
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def dry_run_rank(
     check_rank_exists(rank, plan.ranks.world)
     with fake_process_group(rank, plan.ranks.world):
         groups = make_process_groups(plan, rank, timeout_s=TIMEOUT_S)
-        trainer, memory = _step(job, plan, training, groups, kernels or KernelSet(linear=GPU_LINEAR))
+        trainer, memory = _step(job, plan, training, groups, kernels or GPU_KERNELS)
     device = plan.ranks.class_of(rank)
     fixed = plan.memory[device].fixed
     phases, in_slots = count_encoder_phases_in_tp_slots(plan, device)

@@ -28,7 +28,7 @@ from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.models.context_parallel import check_sequence_length
-from optimus.models.kernels import KERNELS, KernelSet
+from optimus.models.kernels import KernelSet, choose_kernels
 from optimus.models.sample import ItemKeys, Sample
 from optimus.protocols import Dataset, Recorder
 
@@ -53,7 +53,7 @@ class RankTrainer:
         device: torch.device,
         dataset: Dataset | None = None,
         recorder: Recorder | None = None,
-        kernels: KernelSet = KERNELS,
+        kernels: KernelSet | None = None,
         fuse: bool = True,
         bucket_type: type[ShardedBucket] | type[ReplicatedBucket] = ShardedBucket,
         load: Callable[[RankModel], object] | None = None,
@@ -83,7 +83,7 @@ class RankTrainer:
             dtype=dtype,
             device=device,
             seed=config.seed if load is None else None,
-            kernels=kernels,
+            kernels=kernels or choose_kernels(device, dtype),
             fuse=fuse,
         )
         if load is not None:

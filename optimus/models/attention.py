@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 # Queries (n, heads, dim), keys and values (n, kv_heads, dim), spans, causal: the output (n, heads, dim).
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], bool], Tensor]
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (n, 1, head_dim / 2) each
+
+
+HAS_VARLEN = {"window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)  # not in torch 2.10
+
+
+class Spans(tuple[int, ...]):
+    """Lengths of runs of rows that attend to one another; kernels of GPUs read `offsets` on the device."""
+
+    offsets: Tensor  # int32: the first row of every run that is not empty, and the end of the last
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> Spans:
+        spans = cls(lengths)
+        spans.offsets = torch.tensor([0, *accumulate(filter(None, spans))], dtype=torch.int32)
+        return spans
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Spans:
+        """Returns the spans with a function applied to the offsets, such as a copy to a device."""
+        mapped = Spans(self)
+        mapped.offsets = function(self.offsets)
+        return mapped
 
 
 def attend_by_spans(
@@ -39,6 +63,28 @@ def attend_by_spans(
         for index, rows in zip(same_length, _attend(*stacked, causal=causal).unbind(), strict=True):
             outputs[index] = rows
     return torch.cat(outputs)
+
+
+def attend_varlen(
+    queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[int], causal: bool
+) -> Tensor:
+    """Computes the same with one kernel of a GPU, which reads spans of unequal lengths where they are."""
+    if len(set(filter(None, spans))) < 2:
+        return attend_by_spans(queries, keys, values, spans, causal)
+    assert isinstance(spans, Spans) and sum(spans) == queries.shape[0]
+    attended = varlen_attn(
+        queries,
+        keys,
+        values,
+        spans.offsets,
+        spans.offsets,
+        max(spans),
+        max(spans),
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool) -> Tensor:

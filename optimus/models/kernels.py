@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimus.models.attention import AttentionKernel, attend_by_spans
+from optimus.models.attention import HAS_VARLEN, AttentionKernel, attend_by_spans, attend_varlen
 from optimus.models.segment import WeightGradStore, accumulate_grad
 
 WIDE_COPY_ROWS = 512  # rows copied to a wider type at a time
@@ -62,7 +62,7 @@ class LinearKernels:
 
 
 TORCH_LINEAR = LinearKernels()
-GPU_LINEAR = LinearKernels(add_weight_gradient=_add_product)  # for fake tensors of a GPU
+GPU_LINEAR = LinearKernels(add_weight_gradient=_add_product)  # also for fake tensors of a GPU
 
 
 def linear(
@@ -321,3 +321,11 @@ class KernelSet:
 
 
 KERNELS = KernelSet()
+GPU_KERNELS = KernelSet(  # in half precision
+    linear=GPU_LINEAR, attention=attend_varlen if HAS_VARLEN else attend_by_spans
+)
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelSet:
+    """Returns the kernels that a device has for a dtype."""
+    return GPU_KERNELS if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else KERNELS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optimus.errors import UserError
 from optimus.job.model import Encoder, Llm
-from optimus.models.attention import Rotary, build_grid_rotary_table, build_sequence_rotary_table
+from optimus.models.attention import Rotary, Spans, build_grid_rotary_table, build_sequence_rotary_table
 from optimus.models.context_parallel import ContextShare
 from optimus.models.deepstack import SideRows
 from optimus.models.dropout import make_dropout_keys
@@ -50,8 +50,8 @@ class SeamRoute:
 class EncoderMicrobatchContext:
     """Attention spans, positions and dropout keys of one encoder microbatch (a bin of items)."""
 
-    spans: tuple[int, ...]
-    window_spans: tuple[int, ...]
+    spans: Spans
+    window_spans: Spans
     rotary: Rotary | None  # for images without learned positions
     positions: Tensor | None  # int64 (capacity,), into the learned table; (capacity, 4) with weights
     sinusoids: Tensor | None  # (capacity, hidden), for sounds without learned positions
@@ -73,6 +73,8 @@ class EncoderMicrobatchContext:
         """Returns the context with a function applied to each tensor, such as a copy to a device."""
         return replace(
             self,
+            spans=self.spans.map(function),
+            window_spans=self.window_spans.map(function),
             rotary=None if self.rotary is None else (function(self.rotary[0]), function(self.rotary[1])),
             positions=None if self.positions is None else function(self.positions),
             sinusoids=None if self.sinusoids is None else function(self.sinusoids),
@@ -85,7 +87,7 @@ class EncoderMicrobatchContext:
 class LlmMicrobatchContext:
     """Attention spans, positions, labels and seam of one LLM microbatch."""
 
-    spans: tuple[int, ...]
+    spans: Spans
     rotary: Rotary | None
     positions: Tensor | None  # int64 (n,), into the learned table
     labels: Tensor  # int64 (n,)
@@ -118,6 +120,7 @@ class LlmMicrobatchContext:
         """Returns the context with a function applied to each tensor, such as a copy to a device."""
         return replace(
             self,
+            spans=self.spans.map(function),
             rotary=None if self.rotary is None else (function(self.rotary[0]), function(self.rotary[1])),
             positions=None if self.positions is None else function(self.positions),
             labels=function(self.labels),
@@ -180,8 +183,8 @@ def build_encoder_inputs(
     if encoder.rotary:
         rotary = build_grid_rotary_table(coordinates, attention.head_dim, attention.rope.theta, dtype)
     return inputs, EncoderMicrobatchContext(
-        spans=(*spans, *padding),
-        window_spans=(*window_spans, *padding),
+        spans=Spans.of((*spans, *padding)),
+        window_spans=Spans.of((*window_spans, *padding)),
         rotary=rotary,
         positions=table_index,
         position_weights=position_weights,
@@ -322,7 +325,7 @@ def build_llm_inputs(
             per_axis, attention.head_dim, rope.theta, dtype, rope.sections, interleaved=interleaved
         )
     return torch.cat([sample.tokens for sample in samples]), LlmMicrobatchContext(
-        spans=tuple(span for sample in samples for span in sample.spans),
+        spans=Spans.of(span for sample in samples for span in sample.spans),
         rotary=rotary,
         positions=positions[0].contiguous() if llm.positions else None,
         labels=torch.where(labels < 0, IGNORE_INDEX, labels),
