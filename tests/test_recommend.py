@@ -30,6 +30,7 @@ from optimus.job.model import Model
 from optimus.job.own_layers import find_untrainable
 from optimus.job.read import find_job, load_model
 from optimus.job.targets import TARGETS, restrict_to_target
+from optimus.planner.compare import compare_systems
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.fsdp import FsdpCandidate, list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
@@ -328,6 +329,16 @@ def test_images_are_dealt_only_for_trainers_that_do(target: str) -> None:
     assert plan.dealing_replicas == plan.builder.dealing_replicas == (4 if deals else 1)
     assert plan.batch_assignment().dealing_replicas == plan.dealing_replicas
     assert plan.layout.dp == 4 and plan.filled.plan.dealing_replicas == plan.dealing_replicas
+
+
+def test_a_batch_that_no_replicas_share_evenly_is_not_for_fsdp() -> None:
+    """No trainer runs it, and searches around a sharded LLM do not find it either."""
+    job = find_job("siglip-so400m-8b", "h100:8")
+    odd = replace(job, workload=replace(job.workload, sequences_per_step=3))
+    compared = compare_systems(odd, names=("balanced", "fsdp", "optimus"))
+    assert compared.missing["fsdp"].startswith("3 sequences do not divide into dp 8 or 4 or 2")
+    plans = [system.search_result for system in compared.systems.values()]
+    assert all(plan is None or plan.llm.layout.dp in (1, 3) for plan in plans)
 
 
 def test_today_deals_nothing() -> None:

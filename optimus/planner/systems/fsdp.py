@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from optimus.planner.systems.llm_only import LlmPipelines
 
 FSDP_WITHIN = 1.1  # times the estimate, which leaves out what is exposed of the traffic
+TP_SIZES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,6 +142,13 @@ class FsdpSystem(BaseSystem):
                     f"no sequence has items of {encoder.name}, whose layers are gathered when they run",
                     "leave the encoder out, or use another system",
                 )
+        batch, gpus = job.workload.sequences_per_step, job.cluster.gpus
+        sizes = [gpus // tp for tp in TP_SIZES if gpus % tp == 0 and gpus > tp]
+        if all(batch % dp for dp in sizes):
+            raise DoesNotFit(
+                f"{batch} sequences do not divide into dp {' or '.join(map(str, sizes))}",
+                "use another sequences_per_step, or another system",
+            )
         listed = list_fsdp_candidates(pipelines.context, job.model.modules, fitting=self.sequences is None)
         for candidate in listed:
             stated = (self.tp, self.sequences, self.sharding)
@@ -177,7 +185,7 @@ def list_fsdp_candidates(
     """
     job = context.job
     stated = job.layout.of(LLM).stated() if _can_keep_layout(job) else {}
-    for tp in (1, 2, 4, 8):
+    for tp in TP_SIZES:
         if job.cluster.gpus % tp or tp > job.cluster.gpus_per_node:
             continue
         if any(module.stack.attention.heads % tp for module in modules):
@@ -189,11 +197,11 @@ def list_fsdp_candidates(
         layout = Layout(dp=dp, tp=tp, ep=ep)
         if any(getattr(layout, axis) != size for axis, size in stated.items()):
             continue
-        busiest = -(-job.workload.sequences_per_step // dp)  # sequences of the busiest rank
-        if job.workload.sequences_per_step < dp:
+        per_rank, rest = divmod(job.workload.sequences_per_step, dp)
+        if rest:
             continue
-        for sequences, sharding in product(divisors(busiest), (Sharding.PARAMETERS, Sharding.GRADIENTS)):
-            microbatches = busiest // sequences
+        for sequences, sharding in product(divisors(per_rank), (Sharding.PARAMETERS, Sharding.GRADIENTS)):
+            microbatches = per_rank // sequences
             choice = _least_recomputed(context, modules, layout, sequences, microbatches, sharding)
             if choice.fits or not fitting:
                 yield choice
