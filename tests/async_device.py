@@ -294,7 +294,7 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
         return _returned(schema, args, kwargs) if written else outputs
 
     def post(
-        self, name: str, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+        self, name: str, run: Callable[[], object], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> None:
         """Posts an op on the current stream."""
         stream = self.current

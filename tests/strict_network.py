@@ -20,6 +20,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import BoundedSemaphore
@@ -271,23 +272,36 @@ StrictNetwork.group_type = StrictGroup
 _PAIRED = {KINDS.index(SEND): KINDS.index(RECEIVE), KINDS.index(RECEIVE): KINDS.index(SEND)}
 
 
-def run_strict_ranks(function: Callable[[int], Any], world: int, **rules: Any) -> list[Any]:
+def run_strict_ranks(
+    function: Callable[[int], Any],
+    world: int,
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **rules: Any,
+) -> list[Any]:
     """Returns what `function(rank)` returns on every rank, or the rule that it broke, as text."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["strict_network"])
-    return run_processes(context, _rank_main, world, function, rules, timeout_s=60.0)
+    return run_processes(context, _rank_main, world, function, around, rules, timeout_s=60.0)
 
 
 def _rank_main(
-    rank: int, world: int, store: str, report: object, function: Callable[[int], Any], rules: dict[str, Any]
+    rank: int,
+    world: int,
+    store: str,
+    report: object,
+    function: Callable[[int], Any],
+    around: Callable[[], AbstractContextManager[Any]],
+    rules: dict[str, Any],
 ) -> Any:
     torch.set_num_threads(1)
     StrictNetwork(**rules).register()
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    try:
-        result = function(rank)
-    except BrokenRule as broken:
-        result = str(broken)
+    with around():
+        try:
+            result = function(rank)
+        except BrokenRule as broken:
+            result = str(broken)
     dist.barrier()
     return result
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from async_device import DEVICE, BrokenOrder, installed
+from async_device import DEVICE, AsyncNetwork, BrokenOrder, installed
 from stream_bugs import NAMED, STREAM_BUGS
+from strict_network import run_strict_ranks
 from test_equality import check
 from torch import Tensor
+from torch import distributed as dist
 from worker_lines import run_worker
 
 from benchmarks.ranks import run_processes
+from optimus.engine.torch_private import default_store
+from optimus.engine.watchdog import EXIT_STALLED, NO_OP, StreamRecorder, Watchdog
 
 # ---------------------------------------------------------------------------- rules
 
@@ -172,6 +181,92 @@ def test_memory_that_nothing_wrote_is_no_number() -> None:
 @pytest.mark.ci("engine")
 def test_streams_change_no_bit() -> None:
     assert on_streams(compare_with_none) is True
+
+
+# ---------------------------------------------------------------------------- progress
+
+
+def follow_the_device() -> list[tuple[int, int]]:
+    """Ten lines of which the fourth waits for another rank; the host queues all at once."""
+    recorder, come = StreamRecorder(), threading.Event()
+    recorder.marked_lines = frozenset([3])
+    found = [recorder.current()[:2]]
+    for line in range(10):
+        recorder.begin(line)
+        DEVICE.post("op", (lambda: None) if line != 3 else come.wait, reads=[], writes=[])
+        recorder.end(line)
+    while recorder.current()[0] < 4:
+        time.sleep(0.01)
+    found.append(recorder.current()[:2])
+    assert [line for line, _, end_s in recorder.entries() if end_s] == list(range(10))  # on the host
+    come.set()
+    DEVICE.synchronize()
+    found.append(recorder.current()[:2])
+    recorder.begin(10)
+    return [*found, recorder.current()[:2]]
+
+
+@pytest.mark.ci("engine")
+def test_a_recorder_follows_the_device() -> None:
+    assert on_streams(follow_the_device) == [(0, NO_OP), (4, 3), (10, NO_OP), (11, 10)]
+
+
+SENDS, COMPUTES, RECEIVES, LATER = range(4)
+STUCK_S, LIMIT_S = 12.0, 1.0
+
+
+def hang_on_the_device(rank: int) -> tuple[int, list[str]]:
+    """Rank 1 computes for a long time before it sends to rank 0; both hosts have queued all lines.
+
+    Returns how the watchdog ended each rank, and what it said.
+    """
+    AsyncNetwork().register("async")
+    group = dist.new_group([0, 1], backend="async", group_desc="llm.forward")
+    lines = [COMPUTES, SENDS] if rank else [RECEIVES]
+    ended, said = Future[int](), list[str]()
+    recorder = StreamRecorder()
+    recorder.marked_lines = frozenset([RECEIVES])
+    watchdog = Watchdog(
+        rank=rank,
+        world=2,
+        recorder=recorder,
+        store=default_store(),
+        describe=lambda line: ("llm.send-f", "llm.F", "llm.F of what arrives", "llm.F")[line],
+        waits_for=lambda line: (1,) if line == RECEIVES else (),
+        timeout_s=LIMIT_S,
+        exit_process=ended.set_result,
+    )
+    with patch.object(Watchdog, "_print", lambda self, text: said.append(text)):
+        with DEVICE.running():
+            message, other = torch.zeros(4), torch.zeros(4)
+            works = []
+            watchdog.start()
+            for line in [*lines, *[LATER] * 40]:
+                recorder.begin(line)
+                if line == COMPUTES:
+                    DEVICE.post("compute", lambda: time.sleep(STUCK_S), reads=[message], writes=[message])
+                elif line == SENDS:
+                    works.append(dist.isend(message, 0, group))
+                elif line == RECEIVES:
+                    works.append(dist.irecv(message, 1, group))
+                    works[-1].wait()
+                else:
+                    other.add_(1)
+                recorder.end(line)
+            code = ended.result(STUCK_S)
+        watchdog.stop()
+    return code, said
+
+
+@pytest.mark.ci("engine")
+@pytest.mark.timeout(120)
+def test_a_hang_is_named_by_where_the_device_is() -> None:
+    """The host of rank 0 is forty lines ahead of the one that does not end, and waits for nothing itself."""
+    (first, _), (second, _) = results = run_strict_ranks(hang_on_the_device, 2, around=installed)
+    assert first == second == EXIT_STALLED
+    said = "\n".join(chain.from_iterable(words for _, words in results))
+    assert "rank 1 has been in llm.F for" in said and "waits for no other rank: rank 0 waits for it" in said
+    assert "rank 0 has waited" in said and "in llm.F of what arrives for rank 1" in said
 
 
 # ---------------------------------------------------------------------------- plans

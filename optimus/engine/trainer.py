@@ -46,13 +46,14 @@ from optimus.engine.run_checkpoints import RunCheckpoints, StopRequest, stop_on_
 from optimus.engine.run_policy import PolicyWatch, no_way_back
 from optimus.engine.stragglers import StragglerWatch
 from optimus.engine.synthetic_data import SyntheticDataset
-from optimus.engine.watchdog import FlightRecorder, Watchdog
+from optimus.engine.watchdog import FlightRecorder, StreamRecorder, Watchdog
 from optimus.errors import UserError
 from optimus.ir.op import Communicator
 from optimus.ir.plan import ALL, Plan
 from optimus.ir.ranks import LLM
 from optimus.job.cluster import GB
 from optimus.job.job import Job
+from optimus.models.collectives import has_streams
 from optimus.protocols import Dataset
 
 JOIN_TIMEOUT_S = 120.0  # the slowest rank still imports torch
@@ -142,7 +143,9 @@ class _TrainingLoop:
             )
         default = "bfloat16" if device.type == "cuda" else "float32"
         groups = make_process_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
-        self.recorder = FlightRecorder()
+        program = plan.programs[plan.ranks.class_of(member.rank)]
+        on_stream = StreamRecorder(max(4096, 2 * len(program))) if has_streams(device) else None
+        self.recorder = on_stream or FlightRecorder()
         self.rank = RankTrainer(
             job,
             plan,
@@ -154,13 +157,15 @@ class _TrainingLoop:
             recorder=self.recorder,
             load=None if load is None else lambda model: load(model, member.rank),
         )
-        self._extra_lines_begin = len(plan.programs[plan.ranks.class_of(member.rank)])
+        self._extra_lines_begin = len(program)
         self._reads_data = plan.ranks.place(LLM, member.rank).pp == 0
         self._policy = PolicyWatch(config.policy)
         self._stragglers = StragglerWatch(plan, device)
-        if device.type == "cpu":  # a GPU's host waits for no line
-            actions = self.rank.executor.actions
-            self.recorder.waiting_lines = frozenset(action.line for action in actions if action.waits_for)
+        waiting = frozenset(action.line for action in self.rank.executor.actions if action.waits_for)
+        if on_stream is None:
+            self.recorder.waiting_lines = waiting
+        else:  # the device waits, not the host
+            on_stream.marked_lines = waiting
         self._memory: MemoryUse | None = None
         self._refusal: UserError | None = None  # of the policy for steps that cannot be trained
         self._stopped_by = 0  # the signal that ends the run, the same on all ranks

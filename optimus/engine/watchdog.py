@@ -16,12 +16,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 
 from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_statuses
 from optimus.errors import OptimusError, UserError, show_line
@@ -36,6 +38,7 @@ NO_OP = -1  # between ops
 
 TICK_S = 0.25
 STATUSES_PER_S = 8192  # of all ranks together: one store takes some 100,000
+LINES_PER_EVENT = 16
 READ_ALL_UP_TO_RANKS = 64  # in larger worlds only the ranks on the way to the cause
 
 
@@ -85,6 +88,55 @@ class FlightRecorder:
         return [
             (int(self._line[at]), float(self._begin_s[at]), float(self._end_s[at]) or None) for at in places
         ]
+
+
+class StreamRecorder(FlightRecorder):
+    """Also follows the stream on which a host queues ops, steps ahead of the device.
+
+    An event is recorded around every line of `marked_lines`, those that wait for other ranks, and behind
+    every few others. `current` returns where the device is: the op behind the last event that was reached.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        super().__init__(size)
+        self.marked_lines: frozenset[int] = frozenset()
+        self._events: deque[tuple[int, Any]] = deque()  # ops begun before each, in order
+        self._spare: list[Any] = []
+        self._lock = threading.Lock()  # of those who ask
+        self._passed = 0  # ops that the device has run
+        self._passed_s = NOW_S()
+
+    def begin(self, line: int) -> None:
+        """Records that the host queues the op at a line of the program."""
+        if line in self.marked_lines:
+            self._mark()
+        super().begin(line)
+
+    def end(self, line: int) -> None:
+        """Records that the host has queued the op."""
+        super().end(line)
+        if line in self.marked_lines or self.count % LINES_PER_EVENT == 0:
+            self._mark()
+
+    def current(self) -> tuple[int, int, float]:
+        """Returns the ops that the device has begun, the line that runs there (or NO_OP), and since when."""
+        with self._lock:
+            while self._events and self._events[0][1].query():
+                self._passed, event = self._events.popleft()
+                self._passed_s = NOW_S()
+                self._spare.append(event)
+            if not self._events or self.count - self._passed > self._size:
+                return super().current()
+            return self._passed + 1, int(self._line[self._passed % self._size]), self._passed_s
+
+    def _mark(self) -> None:
+        if self._events and self._events[-1][0] == self.count:
+            return
+        if not self._events:  # the device begins to run behind the host
+            self._passed_s = NOW_S()
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record()
+        self._events.append((self.count, event))
 
 
 class Watchdog:
@@ -268,7 +320,7 @@ class Watchdog:
         diagnosis: list[Any] = []
         listen_s = max(1.2, 2.5 * self._publish_every_s)
         _call_within(listen_s + 1.5, lambda: self._diagnose(listen_s, diagnosis))
-        if self._stopping.is_set() or self._recorder.count != count:
+        if self._stopping.is_set() or self._recorder.current()[0] != count:
             return False
         status = self._status()
         wait = f"{status.for_s:.1f} s {status.where}{_awaited(status)}"
