@@ -40,11 +40,13 @@ from benchmarks import gloo_group
 from optimus.engine import p2p
 from optimus.models import collectives
 
+_NUMPY = Tensor.numpy  # which waits while the device runs
 POISON = 255  # every byte: NaN in floating point, -1 in integers
 EMPTY = {
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
+ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 HOST_WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 BELOW = (__file__, strict_network.__file__, gloo_group.__file__, str(Path(torch.__file__).parent))
 
@@ -87,17 +89,17 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.before: dict[Clock, int] = {}
-        self._done: Future[None] | None = None
+        self.done: Future[None] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or DEVICE.current
-        self.before, self._done = stream.clock.snapshot(), stream.post(lambda: None)
+        self.before, self.done = stream.clock.snapshot(), stream.post(lambda: None)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or DEVICE.current).wait_event(self)
 
     def query(self) -> bool:
-        done = self._done is None or self._done.done()
+        done = self.done is None or self.done.done()
         if done:
             DEVICE.host.wait_for(self.before)
         return done
@@ -109,8 +111,8 @@ class Event:
 
     def reached(self) -> None:
         """Waits for the event on a thread that is not the host."""
-        if self._done is not None:
-            self._done.result()
+        if self.done is not None:
+            self.done.result()
 
 
 class Stream:
@@ -129,12 +131,20 @@ class Stream:
         self._posted.put((run, done))
         return done
 
+    def __len__(self) -> int:
+        """Ops that were posted and did not begin."""
+        return self._posted.qsize()
+
+    def __bool__(self) -> bool:
+        return True
+
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
         self.clock.wait_for(event.before)
-        self.post(event.reached)
+        if event.done is not None:
+            self.post(event.done.result)  # of this record, not of a later one
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -208,7 +218,8 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
         self.broken: list[BaseException] = []
         self.runs = False
         self.line: int | None = None  # of the plan's program
-        self.in_flight: dict[Clock, AsyncWork] = {}  # the last operation of every communicator
+        # The last operation of every communicator, and what comes before its end.
+        self.in_flight: dict[Clock, tuple[StrictWork, dict[Clock, int]]] = {}
         self._blocks: dict[int, Block] = {}
         self._specs: dict[Any, Any] = {}
 
@@ -235,8 +246,9 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
     def synchronize(self, *_: Any) -> None:
         for event in [stream.record_event() for stream in self.streams]:
             event.synchronize()
-        for work in self.in_flight.values():
-            work.synchronize()
+        for work, before in self.in_flight.values():
+            work.wait()
+            self.host.wait_for(before)
 
     def raise_broken(self) -> None:
         if self.broken:
@@ -265,18 +277,19 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
         if any(each.alias_info and not each.alias_info.is_write for each in schema.returns):
             return func(*args, **kwargs)  # a view
         self.raise_broken()
-        if torch.Tag.nondeterministic_seeded in func.tags or HOST_WAITS & set(func.tags):
-            return self._run_now(func, args, kwargs)
+        assert torch.Tag.inplace_view not in func.tags, f"{func} changes the shape of its argument"
         written = [
             tensor
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info and argument.alias_info.is_write
             for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
         ]
+        if _host_waits(func, args, kwargs):
+            return self._run_now(func, args, kwargs, written)
         try:
             outputs = None if written else self._allocate(func, args, kwargs)
         except (NotImplementedError, RuntimeError):  # without a meta kernel
-            return self._run_now(func, args, kwargs)
+            return self._run_now(func, args, kwargs, [])
         if func.overloadpacket in EMPTY:
             return outputs
         results = tensors_in(outputs)
@@ -313,12 +326,13 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
                     access = Access(first, end, clock, count, writing, named)
                     self.block_of(tensor).access(access, clock)
 
-    def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_now(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
         """Runs an op whose result the host needs, once all that was posted before it has run."""
-        self.check(str(func), self.current.clock, reads=tensors_in((args, kwargs)), writes=[])
+        self.check(str(func), self.current.clock, reads=tensors_in((args, kwargs)), writes=written)
         self.current.synchronize()
         run_args, run_kwargs = self.without_storages((args, kwargs))
-        return func(*run_args, **run_kwargs)
+        found = func(*run_args, **run_kwargs)
+        return _returned(func._schema, args, kwargs) if written else found
 
     def _allocate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns memory for the results of an op, of the shapes that meta tensors have."""
@@ -337,7 +351,7 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
         if not like.numel():
             return torch.empty(like.shape, dtype=like.dtype)
         memory = torch.full((size * like.element_size(),), POISON, dtype=torch.uint8)
-        tensor = torch.frombuffer(memory.numpy(), dtype=like.dtype).as_strided(like.shape, like.stride())
+        tensor = torch.frombuffer(_NUMPY(memory), dtype=like.dtype).as_strided(like.shape, like.stride())
         block = Block(self.current, memory)
         self._keep(tensor, block)
         weakref.finalize(tensor.untyped_storage(), self._freed, block)
@@ -381,7 +395,8 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
             self._check_freed(block)
         except BrokenOrder as error:
             self.broken.append(error)
-        events = [stream.record_event() for stream in block.recorded if stream is not block.stream]
+        others = block.recorded - {block.stream}
+        events = [stream.record_event() for stream in (block.stream, *others) if others]
         memory = block.memory
         if memory is None:
             return
@@ -418,6 +433,7 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
             block = self._blocks.get(storage._cdata)
             if block is not None and not size:
                 self._freed(block)
+                self.raise_broken()
             if block is None or block.memory is None:
                 for event in [
                     stream.record_event() for stream in self.streams
@@ -430,6 +446,15 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
             return storage
 
         return free_or_resize
+
+
+def _host_waits(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Returns whether the host needs the result of an op, or its generator of random numbers."""
+    if func is torch.ops.aten.index.Tensor:  # masks have as many rows as they have ones
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
+    if func in ATTENTION:  # draws numbers for dropout alone
+        return bool(kwargs.get("dropout_p", args[3] if len(args) > 3 else 0.0))
+    return torch.Tag.nondeterministic_seeded in func.tags or bool(HOST_WAITS & set(func.tags))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -498,11 +523,6 @@ class AsyncWork(StrictWork):
         self._tensors = ()
         return True
 
-    def synchronize(self) -> None:
-        """Waits on the host."""
-        super().wait()
-        DEVICE.host.wait_for(self._before)
-
     def is_completed(self) -> bool:
         done = super().is_completed()
         if done:
@@ -532,15 +552,16 @@ class AsyncGroup(StrictGroup):
     ) -> StrictWork:
         if not DEVICE.runs:
             return super()._post(kind, tensors, carry, members, connection)
-        reads, writes = self._operands
+        (reads, writes), self._operands = self._operands, ([], [])
+        assert reads or writes or kind == "barrier", f"{kind} by a method that is not wrapped"
         where = f"{self.description or 'the default group'} of rank {self._ranks[self._mine]}"
         clock = self._clocks.setdefault(tuple(members), Clock(where))
         posted = DEVICE.current.record_event()
         clock.wait_for(posted.before)
         DEVICE.check(kind, clock, reads=reads, writes=writes)
         work = super()._post(kind, tensors, carry, members, connection, posted.reached)
-        DEVICE.in_flight[clock] = found = AsyncWork(work, clock.snapshot(), [*reads, *writes])
-        return found
+        DEVICE.in_flight[clock] = work, clock.snapshot()
+        return AsyncWork(work, clock.snapshot(), [*reads, *writes])
 
 
 def _posting(method: Callable[..., Any], written: Sequence[int], read: Sequence[int]) -> Callable[..., Any]:
@@ -563,6 +584,9 @@ for _name, (_written, _read) in {
     "reduce_scatter": ([0], [1]),
     "reduce_scatter_single": ([0], [1]),
     "all_to_all_single": ([0], [1]),
+    "_allgather_base": ([0], [1]),  # before torch 2.13
+    "_reduce_scatter_base": ([0], [1]),
+    "alltoall_base": ([0], [1]),
     "broadcast": ([0], []),
     "scatter": ([0], [1]),
     "gather": ([0], [1]),

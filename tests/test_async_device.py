@@ -38,6 +38,14 @@ def forget_an_event() -> None:
         product * 2
 
 
+def forget_an_event_ops_later() -> None:
+    first = numbers() @ numbers()
+    for _ in range(20):
+        numbers() @ numbers()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first * 2
+
+
 def read_on_the_host_too_early() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         product = numbers() @ numbers()
@@ -105,6 +113,20 @@ def keep_all_rules() -> list[list[float]]:
     return results
 
 
+def run_ahead() -> int:
+    """Queues attention, products and look-ups behind an op that ends when the host says so."""
+    go_on, queries = threading.Event(), torch.zeros(1, 2, 8, 16)
+    DEVICE.post("wait", lambda: go_on.wait(20), reads=[], writes=[])
+    with torch.enable_grad():
+        weight = torch.ones(16, 16, requires_grad=True)
+        attended = torch.nn.functional.scaled_dot_product_attention(queries @ weight, queries, queries)
+        rows = attended.flatten(0, 2)[torch.tensor([3, 1])]
+        (rows @ weight).sum().backward()
+    queued = len(DEVICE.current)
+    go_on.set()
+    return queued
+
+
 def read_memory_that_nothing_wrote() -> float:
     return float(torch.empty(8, dtype=torch.float64).sum())
 
@@ -155,6 +177,7 @@ def on_streams(function: Callable[[], Any]) -> Any:
     ("function", "named"),
     [
         (forget_an_event, "aten.mul.Tensor on stream 1 at test_async_device.py"),
+        (forget_an_event_ops_later, "aten.mul.Tensor on stream 1 at test_async_device.py"),
         (wait_for_another_event, "aten.mul.Tensor on stream 1 at test_async_device.py"),
         (read_on_the_host_too_early, "tolist on stream 0 at test_async_device.py"),
         (write_what_another_stream_reads, "aten.zero_.default on stream 0 at test_async_device.py"),
@@ -170,6 +193,11 @@ def test_a_forgotten_event_is_named(function: Callable[[], Any], named: str) -> 
 def test_ops_in_order_are_let_through() -> None:
     expected = (2 * numbers() @ numbers() + 1).sum(0).tolist()
     assert on_streams(keep_all_rules) == [expected] * 3
+
+
+@pytest.mark.ci("engine")
+def test_the_host_runs_ahead() -> None:
+    assert on_streams(run_ahead) > 10
 
 
 @pytest.mark.ci("engine")

@@ -26,7 +26,7 @@ from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, RankCoordinates
 from optimus.job.job import Job
-from optimus.models.kernels import GPU_KERNELS, KernelSet
+from optimus.models.kernels import GPU_KERNELS, GPU_LINEAR, KernelSet
 
 # Fake tensors of another device cannot compute gradients where torch has no such device.
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def dry_run_rank(
     check_rank_exists(rank, plan.ranks.world)
     with fake_process_group(rank, plan.ranks.world):
         groups = make_process_groups(plan, rank, timeout_s=TIMEOUT_S)
-        trainer, memory = _step(job, plan, training, groups, kernels or GPU_KERNELS)
+        trainer, memory = _step(job, plan, training, groups, kernels)
     device = plan.ranks.class_of(rank)
     fixed = plan.memory[device].fixed
     phases, in_slots = count_encoder_phases_in_tp_slots(plan, device)
@@ -144,10 +144,11 @@ def check_rank_exists(rank: int, world: int) -> None:
 
 
 def _step(
-    job: Job, plan: Plan, training: TrainingConfig, groups: ProcessGroups, kernels: KernelSet
+    job: Job, plan: Plan, training: TrainingConfig, groups: ProcessGroups, kernels: KernelSet | None
 ) -> tuple[RankTrainer, MemoryUse]:
     """Runs a step that is not the first: the optimizer has its state."""
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
+    kernels = kernels or (GPU_KERNELS if dtype.itemsize == 2 else KernelSet(linear=GPU_LINEAR))
     with mode:
         trainer = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
         if trainer.optimizer is not None and trainer.optimizer.adamw is not None:

@@ -103,6 +103,7 @@ class StreamRecorder(FlightRecorder):
         self._events: deque[tuple[int, Any]] = deque()  # ops begun before each, in order
         self._spare: list[Any] = []
         self._lock = threading.Lock()  # of those who ask
+        self._marked = NO_OP  # ops begun before the last event
         self._passed = 0  # ops that the device has run
         self._passed_s = NOW_S()
 
@@ -130,8 +131,9 @@ class StreamRecorder(FlightRecorder):
             return self._passed + 1, int(self._line[self._passed % self._size]), self._passed_s
 
     def _mark(self) -> None:
-        if self._events and self._events[-1][0] == self.count:
+        if self._marked == self.count:
             return
+        self._marked = self.count
         if not self._events:  # the device begins to run behind the host
             self._passed_s = NOW_S()
         event = self._spare.pop() if self._spare else torch.cuda.Event()

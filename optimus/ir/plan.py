@@ -54,7 +54,7 @@ class PlannedChunk:
     templates: Mapping[OpKind, str]  # F and B, or F, I and W; kinds without work are absent, all if empty
     layers: Layers
     saved_activation_bytes: Bytes = 0  # of a microbatch, from its F to its B (or W)
-    recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W
+    recomputed_bytes: Bytes = 0  # of a microbatch, from its I to its W; with gradients gathered there
     logits_bytes: Bytes = 0  # of a microbatch, from its F to its B (or I)
     output_bytes: Bytes = 0  # what F sends on, and B sends back
     send_s: NonNegative = 0.0

@@ -65,11 +65,16 @@ def attend_by_spans(
     return torch.cat(outputs)
 
 
+def can_attend_varlen(head_dim: int) -> bool:
+    """Returns whether FlashAttention has heads of this size, which nothing pads."""
+    return head_dim % 8 == 0 and head_dim <= 256
+
+
 def attend_varlen(
     queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[int], causal: bool
 ) -> Tensor:
     """Computes the same with one kernel of a GPU, which reads spans of unequal lengths where they are."""
-    if len(set(filter(None, spans))) < 2:
+    if len(set(filter(None, spans))) < 2 or not can_attend_varlen(queries.shape[2]):
         return attend_by_spans(queries, keys, values, spans, causal)
     assert isinstance(spans, Spans) and sum(spans) == queries.shape[0]
     attended = varlen_attn(

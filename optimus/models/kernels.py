@@ -328,4 +328,7 @@ GPU_KERNELS = KernelSet(  # in half precision
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelSet:
     """Returns the kernels that a device has for a dtype."""
-    return GPU_KERNELS if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else KERNELS
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return KERNELS
+    modern = torch.cuda.get_device_capability(device) >= (8, 0)  # as FlashAttention needs
+    return GPU_KERNELS if modern else KERNELS

@@ -33,7 +33,7 @@ class StageBytes:
     optimizer: Floats
     working: Floats
     saved: Floats  # [chunk, stage, (LLM, encoders)]
-    recomputed: Floats  # the same shape: what a backward recomputes, and gradients of logits
+    recomputed: Floats  # the same shape: held from I to W besides
     logits: Floats  # [chunk, stage]
 
     @cached_property

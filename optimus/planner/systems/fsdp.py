@@ -144,7 +144,7 @@ class FsdpSystem(BaseSystem):
                 )
         batch, gpus = job.workload.sequences_per_step, job.cluster.gpus
         sizes = [gpus // tp for tp in TP_SIZES if gpus % tp == 0 and gpus > tp]
-        if all(batch % dp for dp in sizes):
+        if sizes and all(batch % dp for dp in sizes):
             raise DoesNotFit(
                 f"{batch} sequences do not divide into dp {' or '.join(map(str, sizes))}",
                 "use another sequences_per_step, or another system",
