@@ -435,10 +435,8 @@ class AsyncDevice(TorchDispatchMode):  # type: ignore[misc]
                 self._freed(block)
                 self.raise_broken()
             if block is None or block.memory is None:
-                for event in [
-                    stream.record_event() for stream in self.streams
-                ]:  # which hold the storage itself
-                    event.reached()
+                for stream in self.streams:  # which hold the storage itself
+                    stream.record_event().reached()
                 return resize(storage, size)
             assert size in (0, len(block.memory)), "memory that was given back is given again whole"
             if size:
@@ -536,10 +534,8 @@ class AsyncGroup(StrictGroup):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._clocks: dict[Any, Clock] = {}
-        self._operands: tuple[list[Tensor], list[Tensor]] = (
-            [],
-            [],
-        )  # of the operation that is posted: read, written
+        # What the operation that is posted reads, and what it writes.
+        self._operands: tuple[list[Tensor], list[Tensor]] = [], []
 
     def _post(
         self,

@@ -216,7 +216,7 @@ def test_streams_change_no_bit() -> None:
 
 def follow_the_device() -> list[tuple[int, int]]:
     """Ten lines of which the fourth waits for another rank; the host queues all at once."""
-    recorder, come = StreamRecorder(), threading.Event()
+    recorder, come = StreamRecorder(torch.cuda.Event), threading.Event()
     recorder.marked_lines = frozenset([3])
     found = [recorder.current()[:2]]
     for line in range(10):
@@ -252,7 +252,7 @@ def hang_on_the_device(rank: int) -> tuple[int, list[str]]:
     group = dist.new_group([0, 1], backend="async", group_desc="llm.forward")
     lines = [COMPUTES, SENDS] if rank else [RECEIVES]
     ended, said = Future[int](), list[str]()
-    recorder = StreamRecorder()
+    recorder = StreamRecorder(torch.cuda.Event)
     recorder.marked_lines = frozenset([RECEIVES])
     watchdog = Watchdog(
         rank=rank,

@@ -15,7 +15,7 @@ from optimus.schedule.bubbles import CAUSES
 
 MAX_CALIBRATION = 1.5  # measured over computed step, or its inverse; beyond it the job is doubtful
 TP_SHARE = f"{OVERLAPPED_TP_SHARE:.0%}"
-PEAK_REMARK = "peak GB: at p99 of steps, as data vary. The worst rank, below: in the mean step."
+PEAK_REMARK = "peak GB counts p99 of steps; the table of the worst rank counts the mean step."
 TP_SHARE_REMARK = f"TP {TP_SHARE}: step s if {TP_SHARE} of the TP traffic is already overlapped."
 SHORT_COMPONENTS = {
     "parameters": "params",

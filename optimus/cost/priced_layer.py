@@ -45,9 +45,7 @@ class PricedLayer:
     working_bytes: float = 0.0  # alive only while the layer runs: gradients, or what a frozen one computes
     logits_bytes: float = 0.0
     logit_gradient_bytes: float = 0.0
-    gathered_gradient_bytes: float = (
-        0.0  # of gradients gathered over the TP group, but for the rank's own rows
-    )
+    gathered_gradient_bytes: float = 0.0  # of gradients gathered over the TP group: other ranks' rows
 
     @property
     def held_for_weight_grad_bytes(self) -> float:

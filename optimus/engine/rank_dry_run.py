@@ -26,7 +26,7 @@ from optimus.ir.op import COLLECTIVE_PHASES, RECVS, SEAMS, SENDS, OpKind
 from optimus.ir.plan import Plan
 from optimus.ir.ranks import LLM, RankCoordinates
 from optimus.job.job import Job
-from optimus.models.kernels import GPU_KERNELS, GPU_LINEAR, KernelSet
+from optimus.models.kernels import KernelSet, kernels_of_gpus
 
 # Fake tensors of another device cannot compute gradients where torch has no such device.
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def _step(
 ) -> tuple[RankTrainer, MemoryUse]:
     """Runs a step that is not the first: the optimizer has its state."""
     mode, dtype = FakeTensorMode(), getattr(torch, training.dtype or DTYPE)
-    kernels = kernels or (GPU_KERNELS if dtype.itemsize == 2 else KernelSet(linear=GPU_LINEAR))
+    kernels = kernels or kernels_of_gpus(dtype)
     with mode:
         trainer = RankTrainer(job, plan, training, groups, dtype=dtype, device=CPU, kernels=kernels)
         if trainer.optimizer is not None and trainer.optimizer.adamw is not None:

@@ -144,7 +144,8 @@ class _TrainingLoop:
         default = "bfloat16" if device.type == "cuda" else "float32"
         groups = make_process_groups(plan, member.rank, timeout_s=GROUP_TIMEOUT_S)
         program = plan.programs[plan.ranks.class_of(member.rank)]
-        on_stream = StreamRecorder(max(4096, 2 * len(program))) if has_streams(device) else None
+        size = max(4096, 2 * len(program))
+        on_stream = StreamRecorder(torch.cuda.Event, size) if has_streams(device) else None
         self.recorder = on_stream or FlightRecorder()
         self.rank = RankTrainer(
             job,

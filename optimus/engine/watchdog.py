@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
 from optimus.engine.hang_diagnosis import RankStatus, diagnose_hang, format_ranks, read_blocking_statuses
 from optimus.errors import OptimusError, UserError, show_line
@@ -38,7 +37,7 @@ NO_OP = -1  # between ops
 
 TICK_S = 0.25
 STATUSES_PER_S = 8192  # of all ranks together: one store takes some 100,000
-LINES_PER_EVENT = 16
+LINES_PER_EVENT = 16  # of a stream, between lines that wait for other ranks
 READ_ALL_UP_TO_RANKS = 64  # in larger worlds only the ranks on the way to the cause
 
 
@@ -95,10 +94,12 @@ class StreamRecorder(FlightRecorder):
 
     An event is recorded around every line of `marked_lines`, those that wait for other ranks, and behind
     every few others. `current` returns where the device is: the op behind the last event that was reached.
+    `make_event` is `torch.cuda.Event`; this module is imported by launchers, which do without torch.
     """
 
-    def __init__(self, size: int = 4096) -> None:
+    def __init__(self, make_event: Callable[[], Any], size: int = 4096) -> None:
         super().__init__(size)
+        self._make_event = make_event
         self.marked_lines: frozenset[int] = frozenset()
         self._events: deque[tuple[int, Any]] = deque()  # ops begun before each, in order
         self._spare: list[Any] = []
@@ -136,7 +137,7 @@ class StreamRecorder(FlightRecorder):
         self._marked = self.count
         if not self._events:  # the device begins to run behind the host
             self._passed_s = NOW_S()
-        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event = self._spare.pop() if self._spare else self._make_event()
         event.record()
         self._events.append((self.count, event))
 

@@ -18,7 +18,7 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], bool], Tensor
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (n, 1, head_dim / 2) each
 
 
-HAS_VARLEN = {"window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)  # not in torch 2.10
+HAS_VARLEN = {"window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)  # earlier ones lack both
 
 
 class Spans(tuple[int, ...]):

@@ -321,14 +321,16 @@ class KernelSet:
 
 
 KERNELS = KernelSet()
-GPU_KERNELS = KernelSet(  # in half precision
-    linear=GPU_LINEAR, attention=attend_varlen if HAS_VARLEN else attend_by_spans
-)
+
+
+def kernels_of_gpus(dtype: torch.dtype) -> KernelSet:
+    """Returns the kernels of GPUs from sm80 on: attention over spans in one is for half precision."""
+    one_kernel = HAS_VARLEN and dtype.itemsize == 2
+    return KernelSet(linear=GPU_LINEAR, attention=attend_varlen if one_kernel else attend_by_spans)
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelSet:
     """Returns the kernels that a device has for a dtype."""
-    if device.type != "cuda" or dtype.itemsize != 2:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return KERNELS
-    modern = torch.cuda.get_device_capability(device) >= (8, 0)  # as FlashAttention needs
-    return GPU_KERNELS if modern else KERNELS
+    return kernels_of_gpus(dtype)
