@@ -13,7 +13,7 @@ import optimus
 from optimus.cost.assumptions import get_preset
 from optimus.engine.rank_dry_run import dry_run_rank
 from optimus.ir.op import Communicator, OpKind
-from optimus.ir.plan import Bucket, Plan, Program, Span
+from optimus.ir.plan import WHOLE_STAGE, Bucket, Plan, Program, Span
 from optimus.ir.ranks import LLM
 from optimus.planner.context import PlanningContext
 from optimus.planner.layouts import choose_smallest_context
@@ -130,6 +130,23 @@ def test_gradients_that_are_never_reduced_are_refused(plan: Plan) -> None:
     never = with_bucket(plan, 1, reduced_per=Span.NEVER)
     (problem,) = check_trained_layers_in_buckets(never)
     assert problem == ("llm stage 0 chunk 0 layer 1", "is trained and its gradients are never reduced")
+
+
+def test_a_bucket_of_the_whole_stage_stands_for_tied_ends_only(plan: Plan) -> None:
+    llm = plan.modules[LLM]
+    buckets = llm.buckets[0]
+    assert [bucket.chunk for bucket in buckets].count(WHOLE_STAGE) == 1
+    for place, bucket in enumerate(buckets):
+        rest = (buckets[:place] + buckets[place + 1 :], *llm.buckets[1:])
+        found = list(
+            check_trained_layers_in_buckets(
+                replace(plan, modules={**plan.modules, LLM: replace(llm, buckets=rest)})
+            )
+        )
+        ends = [0, llm.chunks[0].layers - 1]
+        missing = ends if bucket.chunk == WHOLE_STAGE else [bucket.first_layer]
+        where = [f"llm stage 0 chunk 0 layer {layer}" for layer in missing]
+        assert found == [(layer, "is trained and is in no bucket") for layer in where]
 
 
 @pytest.mark.ci("engine")

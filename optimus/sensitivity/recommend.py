@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from optimus.cost.assumptions import Assumptions
@@ -28,12 +29,17 @@ from optimus.planner.systems.registry import (
 )
 from optimus.sensitivity.batch_steps import BEST, BatchStepTimes, simulate_batches
 from optimus.sensitivity.drawn_batches import BATCHES, SEED
-from optimus.sensitivity.perturb import DRAWS
-from optimus.sensitivity.win_rate import PerturbedSteps, WinRate, simulate_cost_models
+from optimus.sensitivity.perturb import DRAWS, MOST_OF_FULL_SHARDING
+from optimus.sensitivity.win_rate import (
+    PerturbedSteps,
+    WinRate,
+    find_fully_sharded,
+    simulate_cost_models,
+)
 
 MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may make it the fastest
 NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
-MIN_HELD = 0.5  # of perturbed cost models, in which a system stays about the fastest to be preferred so
+ROUNDING = 1e-9  # of a step, so that equal systems stay equal
 FILLED = "optimus"
 
 Progress = Callable[[str, int, int], None]
@@ -41,10 +47,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """The system to run: the simplest of those that are about as fast as the fastest over drawn batches.
+    """The system to run: the simplest of those about as fast as any over drawn batches and cost models.
 
-    A system that is not about the fastest in half of the perturbed cost models, or leaves little memory, is
-    not preferred to one that is better there.
+    A system that leaves little memory is not preferred to one that leaves more.
     """
 
     name: str
@@ -77,25 +82,26 @@ class Recommendation:
 
     @property
     def passed_over(self) -> Mapping[str, str]:
-        """Simpler systems about as fast as the fastest, and why they are not recommended."""
+        """Systems that are faster or as fast and simpler, and why they are not recommended."""
         order, reasons = list(SYSTEMS).index, dict[str, str]()
-        for name in _list_close(self.drawn, self.planned):
-            if order(name) >= order(self.name):
-                continue
-            held = None if self.sure is None else self.sure.perturbed.holds(name)
-            if held is not None and held.mean() < min(MIN_HELD, self.sure_share):
-                within = f"within {MIN_SPEEDUP_WORTH_FILLING - 1:.0%} of the fastest"
-                count = f"{held.sum()} of {len(held)} perturbed cost models"
-                reasons[name] = f"is {within} in only {count}, less than half"
-            else:
+        fastest_s, close = self.drawn[self.fastest].mean_s, _list_close(self.excess)
+        for name in self.planned:
+            mean_s = self.drawn[name].mean_s
+            is_simpler = order(name) < order(self.name) and mean_s <= MIN_SPEEDUP_WORTH_FILLING * fastest_s
+            if name not in close and (is_simpler or mean_s < self.steps.mean_s):
+                of = 0 if self.sure is None else self.sure.of
+                own = f"{self.name} {self.excess[self.name]:.1%}"
+                over = f"is {self.excess[name]:.1%} over the fastest in the mean of"
+                reasons[name] = f"{over} {of} perturbed cost models, {own}"
+            elif name in close and order(name) < order(self.name):
                 share = self.systems[name].peak_bytes / self.capacity_bytes
                 reasons[name] = f"needs {share:.0%} of the memory"
         return reasons
 
     @property
-    def sure_share(self) -> float:
-        """Share of the perturbed cost models in which the system stays about the fastest."""
-        return 1.0 if self.sure is None or not self.sure.of else self.sure.holds / self.sure.of
+    def excess(self) -> Mapping[str, float]:
+        """By system, the share by which its step is over the fastest: see `compute_excess`."""
+        return compute_excess(self.drawn, self.planned, None if self.sure is None else self.sure.perturbed)
 
     @property
     def memory_share(self) -> float:
@@ -147,7 +153,8 @@ class Recommendation:
             reasons.append(f"the next best, {self.next_best}, takes {next_s:.4g} s, {longer}")
         for name, why in passed_over.items():
             if name != self.fastest:
-                reasons.append(f"{name} is simpler, but {why}")
+                simpler = list(SYSTEMS).index(name) < list(SYSTEMS).index(self.name)
+                reasons.append(f"{name} {'is simpler' if simpler else 'takes less'}, but {why}")
         gain = self.filling_speedup
         if gain is not None:
             baseline = next(name for name in self.planned if not fills_bubbles(name))
@@ -275,8 +282,8 @@ def recommend(
         )
     systems = {name: comparison.systems[name] for name in planned}
     capacity_bytes = comparison.context.capacity_bytes
-    shares = {n: systems[n].peak_bytes / capacity_bytes for n in _list_close(drawn, planned)}
-    name = choose_simplest(shares, perturbed)
+    shares = {name: system.peak_bytes / capacity_bytes for name, system in systems.items()}
+    name = choose_simplest(shares, compute_excess(drawn, planned, perturbed))
     return Recommendation(
         name=name,
         systems=systems,
@@ -287,25 +294,34 @@ def recommend(
     )
 
 
-def _list_close(drawn: Mapping[str, BatchStepTimes], planned: Sequence[str]) -> list[str]:
-    """Returns the systems whose mean step is within the margin of the fastest's."""
-    limit_s = MIN_SPEEDUP_WORTH_FILLING * drawn[planned[0]].mean_s
-    return [name for name in planned if drawn[name].mean_s <= limit_s]
+def compute_excess(
+    drawn: Mapping[str, BatchStepTimes], planned: Sequence[str], perturbed: PerturbedSteps | None
+) -> dict[str, float]:
+    """Returns by system the share by which its mean step over drawn batches is over the fastest's.
 
-
-def choose_simplest(shares: Mapping[str, float], perturbed: PerturbedSteps | None) -> str:
-    """Returns the simplest system of those that stay about the fastest if costs are others and leave memory.
-
-    `shares` of the memory are those of systems that are close. If none holds in enough cost models, that
-    which holds in the most is taken; if none of those leaves enough memory, that which leaves the most.
+    With perturbed cost models, in the mean over them: what a system costs if it is not known which is true.
     """
-    chosen = dict(shares)
     if perturbed is not None and perturbed.models:
-        held = {name: float(perturbed.holds(name).mean()) for name in shares}
-        least = min(MIN_HELD, max(held.values()))
-        chosen = {name: share for name, share in shares.items() if held[name] >= least}
-    most = max(NEARLY_FULL, min(chosen.values()))
-    return min((name for name, share in chosen.items() if share <= most), key=list(SYSTEMS).index)
+        return {name: perturbed.mean_excess(name) for name in planned}
+    fastest_s = drawn[planned[0]].mean_s
+    return {name: drawn[name].mean_s / fastest_s - 1 for name in planned}
+
+
+def _list_close(excess: Mapping[str, float]) -> list[str]:
+    """Returns the systems that are about as fast as the one with the least excess."""
+    most = min(excess.values()) + MIN_SPEEDUP_WORTH_FILLING - 1
+    return [name for name, share in excess.items() if share <= most + ROUNDING]
+
+
+def choose_simplest(shares: Mapping[str, float], excess: Mapping[str, float]) -> str:
+    """Returns the simplest system of those that are about as fast as any and leave memory.
+
+    `shares` are those of the memory. If none of the fast ones leaves enough, that which leaves the most is
+    taken.
+    """
+    close = {name: shares[name] for name in _list_close(excess)}
+    most = max(NEARLY_FULL, min(close.values()))
+    return min((name for name, share in close.items() if share <= most), key=list(SYSTEMS).index)
 
 
 def plan_recommended(
@@ -323,7 +339,11 @@ def _can_be_planned(name: str, job: Job) -> bool:
 
 
 def _list_contenders(comparison: Comparison) -> list[str]:
-    """Returns systems that fit and may be the fastest over drawn batches, and today's, fastest first."""
+    """Returns systems that fit and may be the fastest over drawn batches, and today's, fastest first.
+
+    Where a fully sharded system is the fastest, others may be in cost models that let full sharding cost
+    more.
+    """
     fitting = {n: s.step_s for n, s in comparison.systems.items() if s.fits and n != "llm-only"}
     planned = [name for name in fitting if _can_be_planned(name, comparison.job)]
     if not planned:
@@ -331,6 +351,13 @@ def _list_contenders(comparison: Comparison) -> list[str]:
             f"no system that was compared fits in {comparison.context.capacity_bytes / 1e9:.0f} GB",
             "compare all systems, use more GPUs, or recompute: full",
         )
-    limit = MAX_OVER_FASTEST * min(fitting[name] for name in planned)
-    close = [name for name in fitting if fitting[name] <= limit or name == "today"]
+    unsharded = [name for name in planned if not find_fully_sharded(comparison.systems[name])]
+    fastest_s, unsharded_s = (min((fitting[n] for n in names), default=inf) for names in (planned, unsharded))
+    limit_s = MAX_OVER_FASTEST * fastest_s
+    unsharded_limit_s = max(limit_s, min(MAX_OVER_FASTEST * unsharded_s, MOST_OF_FULL_SHARDING * fastest_s))
+    close = [
+        name
+        for name, step_s in fitting.items()
+        if step_s <= (unsharded_limit_s if name in unsharded else limit_s) or name == "today"
+    ]
     return sorted(close, key=fitting.__getitem__)

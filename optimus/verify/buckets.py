@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,14 +120,29 @@ def check_trained_layers_in_buckets(plan: Plan) -> Problems:
                 for phase in plan.templates[chunk.templates[kind]]
                 if phase.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
             }
+            first, last = 0 if virtual == 0 else -1, chunk.layers - 1
+            ends = {first, last if virtual == len(module.chunks) - 1 else -1}
             for layer in sorted(trained) if chunk.layers else ():
-                mine = [bucket for bucket in module.buckets[stage] if _holds(bucket, number, layer)]
+                mine = _list_buckets_of(layer, number, module.buckets[stage], is_end=layer in ends)
                 if not any(bucket.gates for bucket in mine):
                     problem = "is in no bucket" if not mine else "does not wait for its parameters"
                     yield f"{name} stage {stage} chunk {number} layer {layer}", f"is trained and {problem}"
                 elif any(bucket.reduced_per == Span.NEVER for bucket in mine):
                     where = f"{name} stage {stage} chunk {number} layer {layer}"
                     yield where, "is trained and its gradients are never reduced"
+
+
+def _list_buckets_of(layer: int, chunk: int, buckets: Sequence[Bucket], *, is_end: bool) -> list[Bucket]:
+    """Returns the buckets that move a layer: those of its chunk, or one of the whole stage.
+
+    The latter holds what no other does: chunks without buckets, where it is moved once a step, and otherwise
+    the tied ends of the LLM.
+    """
+    whole = [bucket for bucket in buckets if bucket.chunk == WHOLE_STAGE]
+    of_chunk = [bucket for bucket in buckets if bucket.chunk == chunk]
+    of_layer = [bucket for bucket in of_chunk if _holds(bucket, chunk, layer)]
+    once = all(max(bucket.gathered_per, bucket.reduced_per) == Span.STEP for bucket in whole)
+    return of_layer or (whole if is_end or (once and not of_chunk) else [])
 
 
 def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:
