@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import inf
 
 import numpy as np
 
@@ -198,12 +199,7 @@ def _swap_items(
             more, less = of_pipelines.get(fullest), of_pipelines.get(emptiest)
             if more is None or less is None:
                 continue
-            pairs = [
-                (of_items[one] - (of_items[two] if two >= 0 else 0.0), one, two)
-                for one in more
-                for two in (*less, -1)
-            ]
-            moved, one, two = min(pairs, key=lambda pair: abs(pair[0] - gap / 2), default=(0.0, 0, 0))
+            moved, one, two = _choose_swap(of_items, more, less, gap / 2)
             if moved > 0 and gap / 4 <= moved <= gap * 3 / 4:
                 more.remove(one)
                 less.append(one)
@@ -215,6 +211,24 @@ def _swap_items(
                 break
         else:
             return
+
+
+def _choose_swap(
+    costs: Sequence[float], more: Sequence[int], less: Sequence[int], wanted: float
+) -> tuple[float, int, int]:
+    """Returns the load that a swap moves, the item that goes, and that which comes back (-1: none).
+
+    Of all swaps, the one whose load is closest to what is wanted; the first of several.
+    """
+    returned = [*((two, costs[two]) for two in less), (-1, 0.0)]
+    least, chosen = inf, (0.0, 0, 0)
+    for one in more:
+        cost = costs[one]
+        for two, back in returned:
+            off = abs(cost - back - wanted)
+            if off < least:
+                least, chosen = off, (cost - back, one, two)
+    return chosen
 
 
 def _fill_bins(

@@ -14,7 +14,7 @@ import numpy as np
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
 from optimus.cost.kernel import Kernel
-from optimus.cost.memory import RankMemory
+from optimus.cost.memory import RankMemory, model_state_memory
 from optimus.cost.priced_layer import PricedLayer, add_gather_copies, price_encoder_layers, price_llm_layers
 from optimus.data.dealing import choose_dealing_replicas
 from optimus.ir.op import Floats, OpKind
@@ -24,6 +24,7 @@ from optimus.job.layout import Layout
 from optimus.job.model import Encoder, Llm
 from optimus.planner.worst_step import BinShape, DrawnSteps
 from optimus.schedule.op_phases import expand_op_into_phases
+from optimus.schedule.op_times import OrderColumns
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.pipeline_schedule import ParameterTraffic, price_parameter_traffic
 from optimus.schedule.schedule_builder import ChunkPricer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 SMALL_ENCODER_SHARE = 0.03  # of a GPU's memory: parameters of smaller encoders are copied to every rank
 RecomputePolicy = tuple[tuple[str, str], ...]  # recomputation of every module, by name
+OrderKey = tuple[str, int, int, int]  # name, stages, chunks, microbatches
 PipelineKey = tuple[
     int, Cut, PipelineOrder | str, int, Layout
 ]  # id of layers, cut, order, microbatches, layout
@@ -62,8 +64,11 @@ class PlanningCache:
         self.images: dict[str, float] = {}  # per mean sequence, by encoder
         self.drawn_steps: DrawnSteps | None = None
         self.resident_bins: dict[BinShape, Floats] = {}  # in a heavy step
+        self.orders: dict[OrderKey, PipelineOrder] = {}
+        self.columns: dict[OrderKey, OrderColumns] = {}
         self.estimates: dict[PipelineKey, float] = {}
-        self.memories: dict[PipelineKey, tuple[RankMemory, ...]] = {}
+        self.peaks: dict[PipelineKey, Floats] = {}  # of activations
+        self.states: dict[tuple[int, ...], tuple[tuple[PricedLayer, ...], RankMemory]] = {}
         self.plans: WeakValueDictionary[object, FilledPlan] = WeakValueDictionary()  # of pipelines
         self.cuts: dict[tuple[int, int], list[Cut]] = {}  # by id of layers and number of parts
 
@@ -123,6 +128,13 @@ class PlanningContext:
             )
             self.cache.traffic[key] = tuple(layers), traffic
         return self.cache.traffic[key][1]
+
+    def model_states(self, layers: Sequence[PricedLayer]) -> RankMemory:
+        """Returns the model states of some layers on a rank, counted once."""
+        key = tuple(map(id, layers))
+        if key not in self.cache.states:
+            self.cache.states[key] = tuple(layers), model_state_memory(layers, self.job.model.precision)
+        return self.cache.states[key][1]
 
     def sums(self, layers: tuple[PricedLayer, ...]) -> LayerPrefixSums:
         """Returns running sums over `layers`, computed once."""

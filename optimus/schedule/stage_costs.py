@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from optimus.cost.cost_model import ClusterCostModel
-from optimus.cost.memory import RankMemory, transient_bytes
+from optimus.cost.memory import transient_bytes
 from optimus.cost.priced_layer import PricedLayer
 from optimus.ir.op import Floats, OpKind
 from optimus.job.model import Precision
@@ -35,12 +34,6 @@ class StageBytes:
     saved: Floats  # [chunk, stage, (LLM, encoders)]
     recomputed: Floats  # the same shape: held from I to W besides
     logits: Floats  # [chunk, stage]
-
-    @cached_property
-    def states(self) -> list[RankMemory]:
-        """Model states of one rank of every stage."""
-        columns = zip(self.parameters.tolist(), self.gradients.tolist(), self.optimizer.tolist(), strict=True)
-        return [RankMemory(parameters=p, gradients=g, optimizer=o) for p, g, o in columns]
 
 
 class LayerPrefixSums:

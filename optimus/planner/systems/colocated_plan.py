@@ -16,7 +16,6 @@ from optimus.cost.kernel import Kernel
 from optimus.cost.memory import (
     RankMemory,
     communicator_bytes,
-    model_state_memory,
     sharded_state_memory,
     transient_bytes,
 )
@@ -416,11 +415,13 @@ class ColocatedPlanBuilder:
     def fixed_bytes_of(self, stage: int) -> dict[str, int]:
         """Returns the bytes that a rank of one stage holds all the time, by component."""
         layout, context = self.llm.layout, self.context
-        stage_bytes = self.llm.sums.stage_bytes(self.llm.cut, layout.pp)
-        llm_states = stage_bytes.states[stage]
-        working = float(stage_bytes.working[stage])
-        sharding = self.llm.sharding
-        states = [llm_states if sharding == Sharding.OPTIMIZER else self._states(self.llm.layers, sharding)]
+        held, sharding = self.llm.stage_bytes, self.llm.sharding
+        working = float(held.working[stage])
+        states = [
+            self._states(self.llm.layers, sharding)
+            if sharding != Sharding.OPTIMIZER
+            else RankMemory(**{part: float(getattr(held, part)[stage]) for part in STATES})
+        ]
         groups = [layout.tp, layout.replica_ranks, min(layout.pp, 2), layout.cp, layout.ep]
         for choice in self.encoders:
             layers = choice.stages[stage % choice.layout.pp]
@@ -437,10 +438,11 @@ class ColocatedPlanBuilder:
 
     def _states(self, layers: Sequence[PricedLayer], sharding: Sharding) -> RankMemory:
         """Returns the model states of some layers on a rank."""
-        precision = self.context.job.model.precision
+        context = self.context
         if sharding == Sharding.OPTIMIZER:
-            return model_state_memory(layers, precision)
-        return sharded_state_memory(layers, precision, keeps_gathered=sharding == Sharding.GRADIENTS)
+            return context.model_states(layers)
+        precision, kept = context.job.model.precision, sharding == Sharding.GRADIENTS
+        return sharded_state_memory(layers, precision, keeps_gathered=kept)
 
     def _encoder_groups(self, choice: ColocatedEncoder, stage: int) -> list[int]:
         """Returns the sizes of the communicators of an encoder on a rank of one stage.

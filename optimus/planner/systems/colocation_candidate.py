@@ -269,7 +269,7 @@ class ColocationCandidate:
     def _bytes_by_stage(self) -> list[float]:
         """Bytes of a rank of every LLM stage without encoder activations."""
         llm = self.llm
-        working = llm.sums.stage_bytes(llm.cut, llm.layout.pp).working
+        working = llm.stage_bytes.working
         return [
             sum(self._unfolded.fixed_bytes_of(stage).values())
             + held.llm_activations

@@ -8,9 +8,11 @@ from functools import cached_property
 from itertools import compress, pairwise, product
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optimus.cost.memory import RankMemory
 from optimus.errors import DoesNotFit
-from optimus.ir.op import OpKind
+from optimus.ir.op import Floats, OpKind
 from optimus.ir.plan import WHOLE_STAGE, Bucket, Span
 from optimus.ir.ranks import LLM
 from optimus.job.job import Job
@@ -83,6 +85,14 @@ class FsdpCandidate(PipelineCandidate):
                 reserve=fixed["reserve"],
             ),
         )
+
+    @property
+    def _peaks(self) -> Floats:
+        held = self.memories
+        return np.array([[rank.llm_activations, rank.encoder_activations, rank.logits] for rank in held])
+
+    def _totals(self, peaks: Floats) -> Floats:
+        return np.array([rank.total for rank in self.memories])
 
     @property
     def moved_bytes(self) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -16,7 +15,13 @@ from optimus.ir.ranks import LLM
 from optimus.job.layout import Layout
 from optimus.job.model import Encoder
 from optimus.planner.batch_assignment import BatchAssignment, encoder_bins_on_llm_ranks
-from optimus.planner.context import PipelineKey, PlanningContext, RecomputePolicy, describe_recompute
+from optimus.planner.context import (
+    OrderKey,
+    PipelineKey,
+    PlanningContext,
+    RecomputePolicy,
+    describe_recompute,
+)
 from optimus.planner.filled_plan import FilledPlan, SearchResult
 from optimus.planner.systems.base import BaseCandidate
 from optimus.planner.systems.colocated_plan import ColocatedEncoder, ColocatedPlanBuilder, Sharding
@@ -57,12 +62,17 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def order(self) -> PipelineOrder:
-        layout = self.layout
         if self.explicit_order is not None:
             return self.explicit_order
-        return build_op_order(
-            self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
-        )
+        name, stages, chunks, microbatches = key = self._order_key
+        known = self.context.cache.orders
+        if key not in known:
+            known[key] = build_op_order(name, stages=stages, chunks=chunks, microbatches=microbatches)
+        return known[key]
+
+    @property
+    def _order_key(self) -> OrderKey:
+        return self.order_name, self.layout.pp, self.layout.chunks, self.microbatches
 
     @cached_property
     def plan(self) -> PipelineSpec:
@@ -222,10 +232,10 @@ class PipelineCandidate(BaseCandidate):
         """The order as columns; those of named orders are kept."""
         if self.explicit_order is not None:
             return OrderColumns.of(self.explicit_order)
-        layout = self.layout
-        return named_order_columns(
-            self.order_name, stages=layout.pp, chunks=layout.chunks, microbatches=self.microbatches
-        )
+        known, key = self.context.cache.columns, self._order_key
+        if key not in known:
+            known[key] = OrderColumns.of(self.order)
+        return known[key]
 
     @cached_property
     def estimate_s(self) -> float:
@@ -250,33 +260,49 @@ class PipelineCandidate(BaseCandidate):
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
         """Memory of one rank of every stage."""
-        if self.explicit_order is not None:
-            return self.memories_in(self.columns)
-        known = self.context.cache.memories
-        if self._key not in known:
-            known[self._key] = self.memories_in(self.shortened.columns)
-        return known[self._key]
-
-    def memories_in(self, order: OrderColumns) -> tuple[RankMemory, ...]:
-        """Returns the memory of one rank of every stage if ops run in this order."""
-        held = self._stage_bytes
-        peaks = find_peak_activations(order, held.saved, held.recomputed, held.logits)
+        held = self.stage_bytes
+        states = zip(held.parameters.tolist(), held.gradients.tolist(), held.optimizer.tolist(), strict=True)
         return tuple(
-            replace(
-                states,
+            RankMemory(
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
                 llm_activations=llm + working,
                 encoder_activations=encoders,
                 logits=logits,
                 communicators=self._communicator_bytes,
                 reserve=self.context.job.cluster.reserve_bytes,
             )
-            for states, working, (llm, encoders, logits) in zip(
-                held.states, held.working.tolist(), peaks.tolist(), strict=True
+            for (parameters, gradients, optimizer), working, (llm, encoders, logits) in zip(
+                states, held.working.tolist(), self._peaks.tolist(), strict=True
             )
         )
 
+    @property
+    def _peaks(self) -> Floats:
+        """Bytes of activations by stage at its peak: of the LLM, of encoders, and logits."""
+        if self.explicit_order is not None:
+            return self._peaks_in(self.columns)
+        known = self.context.cache.peaks
+        if self._key not in known:
+            known[self._key] = self._peaks_in(self.shortened.columns)
+        return known[self._key]
+
+    def _peaks_in(self, order: OrderColumns) -> Floats:
+        """Returns the bytes of activations if ops run in this order."""
+        held = self.stage_bytes
+        return find_peak_activations(order, held.saved, held.recomputed, held.logits)
+
+    def _totals(self, peaks: Floats) -> Floats:
+        """Returns the memory of one rank of every stage: `RankMemory.total` of all at once."""
+        held, (llm, encoders, logits) = self.stage_bytes, peaks.T
+        states = held.parameters + held.gradients + held.optimizer
+        activations: Floats = states + (llm + held.working) + encoders + logits
+        return activations + self._communicator_bytes + self.context.job.cluster.reserve_bytes
+
     @cached_property
-    def _stage_bytes(self) -> StageBytes:
+    def stage_bytes(self) -> StageBytes:
+        """What a rank of every stage holds, and what every chunk saves."""
         return self.sums.stage_bytes(self.cut, self.layout.pp)
 
     @cached_property
@@ -287,48 +313,48 @@ class PipelineCandidate(BaseCandidate):
     @property
     def fits(self) -> bool:
         """True if every rank stays within a GPU's memory, also at p99 of steps."""
-        return self.fits_with(self.memories)
+        return self._fits_with(self._peaks)
 
     def fits_in(self, order: OrderColumns) -> bool:
         """Returns whether the pipeline fits if its ops run in this order."""
-        return self.fits_with(self.memories_in(order))
+        return self._fits_with(self._peaks_in(order))
 
-    def fits_with(self, memories: Sequence[RankMemory]) -> bool:
-        """Returns whether ranks that need this in the mean step fit at p99, which need not be counted."""
-        capacity = self.context.capacity_bytes
-        if max(memory.total for memory in memories) > capacity:
+    def _fits_with(self, peaks: Floats) -> bool:
+        """Returns whether ranks with these activations in the mean step fit at p99, counted if need be."""
+        capacity, totals = self.context.capacity_bytes, self._totals(peaks)
+        if totals.max() > capacity:
             return False
-        added = (self._added_bytes(memories, bounded=bounded) for bounded in (True, False))
-        return any(_peak_bytes(memories, more) <= capacity for more in added)
+        added = (self._added_bytes(peaks, bounded=bounded) for bounded in (True, False))
+        return any((totals + more).max() <= capacity for more in added)
 
     @property
     def mean_bytes(self) -> float:
         """Memory of the fullest rank in the mean step."""
-        return super().peak_bytes
+        return float(self._totals(self._peaks).max())
 
     @cached_property
     def peak_bytes(self) -> float:
         """Memory of the fullest rank at p99 of steps."""
-        return _peak_bytes(self.memories, self.added_bytes_at_p99)
+        return float((self._totals(self._peaks) + self.added_bytes_at_p99).max())
 
     @cached_property
     def added_bytes_at_p99(self) -> list[float]:
         """Bytes that encoder microbatches on a rank of every stage have more at p99 of steps."""
-        return self._added_bytes(self.memories, bounded=False)
+        added: list[float] = self._added_bytes(self._peaks, bounded=False).tolist()
+        return added
 
-    def _added_bytes(self, memories: Sequence[RankMemory], *, bounded: bool) -> list[float]:
+    def _added_bytes(self, peaks: Floats, *, bounded: bool) -> Floats:
         """Returns what encoder microbatches need more at p99, or a bound on it for which no step is dealt."""
         added, by_encoder = np.zeros(self.layout.pp), self._encoder_bytes
         if not by_encoder:
-            return [0.0] * self.layout.pp
+            return added
         bins_of = self._most_bins if bounded else self._bins_at_p99
         one = np.maximum(sum(saved for saved, _ in by_encoder.values()), 1.0)
-        held = np.array([memory.encoder_activations for memory in memories])
         for name, (saved, transient) in by_encoder.items():
             bins = bins_of[name]
-            resident = np.minimum(np.ceil(held / one - ROUNDING).astype(int), len(bins) - 1)
+            resident = np.minimum(np.ceil(peaks[:, 1] / one - ROUNDING).astype(int), len(bins) - 1)
             added += (bins[resident] - resident) * saved + (bins[1] - 1) * transient
-        return added.tolist()
+        return added
 
     @cached_property
     def _encoder_bytes(self) -> dict[str, tuple[Floats, Floats]]:
@@ -403,11 +429,6 @@ class PipelineCandidate(BaseCandidate):
         )
 
 
-def _peak_bytes(memories: Sequence[RankMemory], added: Sequence[float]) -> float:
-    return max(memory.total + more for memory, more in zip(memories, added, strict=True))
-
-
-@lru_cache(maxsize=256)
 def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:
     """Builds the op order called `name`."""
     if name == "1f1b":
@@ -416,12 +437,6 @@ def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) ->
         return build_interleaved_1f1b_order(stages=stages, chunks=chunks, microbatches=microbatches)
     assert name == "zero-bubble", name
     return build_zero_bubble_order(stages=stages, chunks=chunks, microbatches=microbatches)
-
-
-@lru_cache(maxsize=256)
-def named_order_columns(name: str, *, stages: int, chunks: int, microbatches: int) -> OrderColumns:
-    """Returns the columns of the op order called `name`."""
-    return OrderColumns.of(build_op_order(name, stages=stages, chunks=chunks, microbatches=microbatches))
 
 
 def available_op_orders(*, stages: int, chunks: int, microbatches: int) -> tuple[str, ...]:
