@@ -190,9 +190,21 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
     perturbed = perturbed_steps({"fsdp": [1.1, 1.1, 1.0], "balanced-best": [1.0, 1.0, 1.1]})
     two = with_means(base, {"balanced-best": 1.0, "fsdp": 1.01})
     doubtful = replace(two, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
-    mean = "in the mean of 3 perturbed cost models"
-    assert doubtful.passed_over == {"fsdp": f"is 6.7% over the fastest {mean}, balanced-best 3.3%"}
-    assert f"fsdp is simpler, but is 6.7% over the fastest {mean}, balanced-best 3.3%" in doubtful.reasons
+    why = "takes 3.3% more in the mean of 3 perturbed cost models"
+    assert doubtful.passed_over == {"fsdp": why}
+    assert f"fsdp is simpler, but {why}" in doubtful.reasons
+    filled = with_means(base, {"optimus": 0.97, "fsdp": 0.96, "balanced-best": 1.0})
+    perturbed = perturbed_steps(
+        {"fsdp": [1.2, 1.1], "optimus": [1.2, 1.1], "balanced-best": [1.0, 1.0]},
+    )
+    filled = replace(filled, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
+    why = "takes 15.0% more in the mean of 2 perturbed cost models"
+    assert filled.reasons[0] == f"fsdp takes 0.96 s, 4.0% less, but {why}"
+    assert f"filling bubbles takes 3.0% less time than balanced-best, but {why}" in filled.reasons
+    fastest = with_means(base, {"optimus": 0.95, "fsdp": 0.96, "balanced-best": 1.0})
+    fastest = replace(fastest, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
+    assert fastest.reasons[0] == f"optimus takes 0.95 s, 5.0% less, but {why}"
+    assert "filling bubbles is not worth that" in fastest.reasons
 
 
 def test_the_next_command_runs_the_plan_or_makes_one_that_runs() -> None:

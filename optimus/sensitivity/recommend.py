@@ -89,10 +89,8 @@ class Recommendation:
             mean_s = self.drawn[name].mean_s
             is_simpler = order(name) < order(self.name) and mean_s <= MIN_SPEEDUP_WORTH_FILLING * fastest_s
             if name not in close and (is_simpler or mean_s < self.steps.mean_s):
-                of = 0 if self.sure is None else self.sure.of
-                own = f"{self.name} {self.excess[self.name]:.1%}"
-                over = f"is {self.excess[name]:.1%} over the fastest in the mean of"
-                reasons[name] = f"{over} {of} perturbed cost models, {own}"
+                of, more = 0 if self.sure is None else self.sure.of, self.excess[name] - self.excess[self.name]
+                reasons[name] = f"takes {more:.1%} more in the mean of {of} perturbed cost models"
             elif name in close and order(name) < order(self.name):
                 share = self.systems[name].peak_bytes / self.capacity_bytes
                 reasons[name] = f"needs {share:.0%} of the memory"
@@ -152,11 +150,15 @@ class Recommendation:
             longer = f"{next_s / mean_s - 1:.1%} longer"
             reasons.append(f"the next best, {self.next_best}, takes {next_s:.4g} s, {longer}")
         for name, why in passed_over.items():
-            if name != self.fastest:
+            if name not in (self.fastest, FILLED):
                 simpler = list(SYSTEMS).index(name) < list(SYSTEMS).index(self.name)
                 reasons.append(f"{name} {'is simpler' if simpler else 'takes less'}, but {why}")
         gain = self.filling_speedup
-        if gain is not None:
+        if FILLED in passed_over:
+            less = 1 - self.drawn[FILLED].mean_s / mean_s
+            takes = f"takes {less:.1%} less time than {self.name}, but {passed_over[FILLED]}"
+            reasons.append(f"filling bubbles {takes if self.fastest != FILLED else 'is not worth that'}")
+        elif gain is not None:
             baseline = next(name for name in self.planned if not fills_bubbles(name))
             gained = "gains nothing here"
             if gain >= 1.0005:
