@@ -13,6 +13,7 @@ import tyro
 
 from optimus import __version__
 from optimus.cli.accuracy import AccuracyCommand
+from optimus.cli.calibrate import CalibrateCommand
 from optimus.cli.catalog import CatalogCommand
 from optimus.cli.check import CheckCommand
 from optimus.cli.checkpoint import CheckpointCommand
@@ -48,6 +49,7 @@ COMMANDS: dict[str, type[Any]] = {
     "why": WhyCommand,
     "sweep": SweepCommand,
     "accuracy": AccuracyCommand,
+    "calibrate": CalibrateCommand,
     "check": CheckCommand,
     "diff": DiffCommand,
     "deal": DealCommand,

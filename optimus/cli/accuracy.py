@@ -61,6 +61,13 @@ class AccuracyCommand:
         result = {
             "schema": SCHEMA,
             "assumptions": None if assumptions is None else assumptions.describe(),
+            "points": len(predicted),
+            "median_error": groups[0].median,
+            "p90_error": groups[0].p90,
+            "bias": groups[0].bias,
+            "held_out": next(
+                ({"median_error": g.median, "bias": g.bias} for g in groups if g.name == "held-out"), None
+            ),
             "groups": [asdict(group) for group in groups],
             "memory": None if memory is None else asdict(memory),
             "rankings": [asdict(each) for each in ranked],

@@ -185,6 +185,8 @@ def _preset(comparison: Comparison) -> str:
         f"TP overlapped {a.tp_overlapped_share:.0%}",
         f"DP exposed: {a.dp_exposure}",
     ]
+    if (a.efficiency, a.traffic_scale) != (1.0, 1.0):
+        parts.append(f"compute rates x {a.efficiency:.3g}, seconds of traffic x {a.traffic_scale:.3g}")
     return ", ".join(parts)
 
 

@@ -68,7 +68,7 @@ PresetFlag = Annotated[
     describe_option(
         metavar="NAME",
         help="set of assumptions: default (Megatron), compiled, eager or ours (stacks), paper, "
-        "paper-first-chunk, clean or clean-slack",
+        "paper-first-chunk, clean or clean-slack; or a FILE.yaml that `optimus calibrate` wrote",
     ),
 ]
 TargetFlag = Annotated[

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from optimus.errors import UserError, nearest
 from optimus.job.model import Recompute
+from optimus.job.typed import Amount, read_typed
+from optimus.job.yaml_parser import load_yaml
 
 GB = 1e9
+STACK_ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +58,15 @@ class Assumptions:
     layernorm_bytes_factor: float = 1.0
     gated_bytes_factor: float = 1.0
     gather_copies: bool = True  # fully sharded parameters are copied out of the buffer of each gather (FSDP2)
-    efficiency: float = 1.0  # multiplies every achieved compute rate
+    efficiency: float = 1.0  # multiplies every achieved compute rate, and the memory bandwidth
+    traffic_scale: float = 1.0  # multiplies the seconds of collectives and sends
     # Multiplies all seconds of kernels, links and launches (calibration); one number keeps their ratios.
     time_scale: float = 1.0
 
     def describe(self) -> dict[str, object]:
-        """Returns the fields for plan files and tools; a time scale of 1 is left out."""
-        fields = asdict(self)
-        if self.time_scale == 1.0:
-            del fields["time_scale"]
-        return fields
+        """Returns the fields for plan files and tools, without scales that no calibration has changed."""
+        scales = ("time_scale", "traffic_scale")
+        return {name: value for name, value in asdict(self).items() if name not in scales or value != 1.0}
 
     def scaled(self, factor: float) -> Assumptions:
         """Returns a copy whose seconds are multiplied by `factor`."""
@@ -125,8 +128,28 @@ PRESETS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A preset and the factors that a user's own steps add to it, as `optimus calibrate` writes them."""
+
+    format: Literal["optimus.stack/1"]
+    name: str
+    base: str
+    efficiency: Amount
+    traffic_scale: Amount
+    source: str = ""
+
+
 def get_preset(name: str) -> Assumptions:
-    """Returns the set of assumptions called `name`."""
+    """Returns the set of assumptions called `name`, or that of a file of `optimus calibrate`."""
+    if name.endswith(STACK_ENDINGS):
+        stack = read_typed(Stack, load_yaml(Path(name)))
+        return replace(
+            get_preset(stack.base),
+            name=stack.name,
+            efficiency=stack.efficiency,
+            traffic_scale=stack.traffic_scale,
+        )
     if name not in PRESETS:
         raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, PRESETS))
     return PRESETS[name]

@@ -33,7 +33,7 @@ class ClusterCostModel:
         if min(tokens, outputs, inputs) <= 0:
             return 0.0
         added_s = compute.accumulation_s(self.cluster.gpu, inputs * outputs, self.gradient_bytes)
-        return self.gemm_s(inputs, outputs, tokens) + self._scaled(added_s)
+        return self.gemm_s(inputs, outputs, tokens) + self._scaled(added_s / self.assumptions.efficiency)
 
     def attention_s(
         self, *, flops: float, tokens: float, head_dim: int, causal: bool, backward: bool = False
@@ -56,12 +56,13 @@ class ClusterCostModel:
         return self.assumptions.rmsnorm_bytes_factor if is_rms else self.assumptions.layernorm_bytes_factor
 
     def memory_s(self, size_bytes: float) -> float:
-        return self._scaled(compute.memory_bound_kernel_s(self.cluster.gpu, size_bytes))
+        seconds = compute.memory_bound_kernel_s(self.cluster.gpu, size_bytes)
+        return self._scaled(seconds / self.assumptions.efficiency)
 
     def tp_s(self, collective: network.Collective, size_bytes: float, tp: int) -> float:
         """Returns the seconds of a TP collective inside a layer, less the share that the framework hides."""
         seconds = network.collective_s(self.cluster, collective, size_bytes, ranks=tp, stride=1)
-        return self._scaled(seconds * (1.0 - self.assumptions.tp_overlapped_share))
+        return self._scaled_traffic(seconds * (1.0 - self.assumptions.tp_overlapped_share))
 
     def exchange_s(self, token_bytes: float, experts: Experts, ep: int) -> float:
         """Returns the seconds of the exchange of tokens between experts, less the share that is hidden."""
@@ -73,7 +74,7 @@ class ClusterCostModel:
             ranks=ep,
             deduplicated=self.deduplicates_tokens,
         )
-        return self._scaled(seconds * (1.0 - self.assumptions.ep_overlapped_share))
+        return self._scaled_traffic(seconds * (1.0 - self.assumptions.ep_overlapped_share))
 
     def copies_sent(self, experts: Experts, ep: int) -> float:
         """Returns how often a token is sent: to every expert, or once to a rank that has several."""
@@ -99,7 +100,7 @@ class ClusterCostModel:
         seconds = network.collective_s(
             self.cluster, collective, size_bytes, ranks=ranks, stride=stride, nic_bytes_per_s=nic_bytes_per_s
         )
-        return self._scaled(seconds)
+        return self._scaled_traffic(seconds)
 
     def gather_s(self, size_bytes: float, *, ranks: int, stride: int) -> float:
         """Returns the seconds of a data-parallel all-gather of `size_bytes` of parameters."""
@@ -115,7 +116,7 @@ class ClusterCostModel:
 
     def send_s(self, size_bytes: float, *, across_nodes: bool) -> float:
         size = min(size_bytes, 1.0) if self.assumptions.p2p_latency_only else size_bytes
-        return self._scaled(network.send_s(self.cluster, size, across_nodes=across_nodes))
+        return self._scaled_traffic(network.send_s(self.cluster, size, across_nodes=across_nodes))
 
     def measured_s(self, seconds: float) -> float:
         """Returns seconds of a profile, scaled by the calibration."""
@@ -123,6 +124,9 @@ class ClusterCostModel:
 
     def _scaled(self, seconds: float) -> float:
         return seconds * self.assumptions.time_scale
+
+    def _scaled_traffic(self, seconds: float) -> float:
+        return self._scaled(seconds * self.assumptions.traffic_scale)
 
     def group_lane(self, ranks: int, stride: int) -> Lane:
         """Returns the lane of a group: links inside a node, or the NIC when the group leaves it."""

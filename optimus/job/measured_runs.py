@@ -1,18 +1,26 @@
-"""Reads published training steps, each a job at the complete layout at which it was measured."""
+"""Reads measured training steps, published or a user's own, each a job at the layout that it ran at."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from optimus.errors import UserError, nearest
 from optimus.job.catalog_files import CATALOG, expand_catalog_modules
 from optimus.job.job import CurrentRun, Job
-from optimus.job.layout import LayoutConstraints, PartialLayout, TokenDispatcher
+from optimus.job.layout import (
+    CurrentPlacement,
+    CurrentSchedule,
+    LayoutConstraints,
+    PartialLayout,
+    TokenDispatcher,
+)
 from optimus.job.model import Encoder, Llm, Model, Recompute
-from optimus.job.nodes import make_argument_node
+from optimus.job.nodes import make_argument_node, read_text
 from optimus.job.read import load_cluster
 from optimus.job.typed import Amount, Count, Share, Whole, read_typed
 from optimus.job.workload import PackedSequence, Workload
@@ -152,6 +160,99 @@ def load_measured_runs() -> tuple[MeasuredRun, ...]:
 def load_recipes() -> tuple[Recipe, ...]:
     """Returns recipes of models with encoders that people start from, whose steps are not published."""
     return tuple(_read_rows("recipes.csv", Recipe))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnStep:
+    """A step that a user has measured of a job, and the recipe that it ran with.
+
+    What is left out is the job's, or chosen as for other systems.
+    """
+
+    name: str | None = None
+    placement: CurrentPlacement = "stage0"  # of the encoders
+    gpus: Count | None = None
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    chunks: Count = 1
+    microbatch_sequences: Count | None = None
+    sequences_per_step: Count | None = None
+    schedule: CurrentSchedule | None = None
+    reshard_after_forward: bool | None = None
+    recompute: Recompute | None = None  # of all modules
+    tp_overlapped: Share | None = None
+    step_s: Amount
+
+    def job_at(self, base: Job) -> Job:
+        """Returns the job at this recipe; without the step, on which it would be calibrated."""
+        axes = {axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")}
+        batch = self.sequences_per_step or base.workload.sequences_per_step
+        again = {} if self.recompute is None else {m.name: self.recompute for m in base.model.modules}
+        return replace(
+            base,
+            cluster=replace(base.cluster, gpus=self.gpus or base.cluster.gpus),
+            workload=replace(base.workload, sequences_per_step=batch),
+            layout=replace(base.layout, modules={"llm": PartialLayout(**axes)}),
+            today=CurrentRun(
+                llm=PartialLayout(**axes, chunks=self.chunks),
+                placement=self.placement,
+                microbatch_sequences=self.microbatch_sequences,
+                schedule=self.schedule,
+                reshard_after_forward=self.reshard_after_forward,
+                recompute=again,
+                tp_overlapped=self.tp_overlapped,
+            ),
+        )
+
+    @property
+    def label(self) -> str:
+        """Its name, or else what tells it from other steps."""
+        sizes = {axis: getattr(self, axis) for axis in ("pp", "tp", "cp", "ep", "chunks")}
+        layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+        return self.name or " ".join(filter(None, (self.placement, layout)))
+
+
+def load_own_steps(path: Path, base: Job) -> list[tuple[OwnStep, Job]]:
+    """Returns the steps of a user's file, and the job at each: a row has fields of `OwnStep` as columns."""
+    known = {field.name for field in fields(OwnStep)}
+    rows = csv.reader(read_text(path).splitlines())
+    table = [(number, row) for number, row in enumerate(rows, 1) if any(row) and not row[0].startswith("#")]
+    if len(table) < 2:
+        hint = "write a line of column names, step_s among them, then a line for every step"
+        raise UserError(field=str(path), problem="has no measured step", hint=hint)
+    (_, header), *steps = table
+    for column in header:
+        if column not in known:
+            problem, hint = "is no column of measured steps", nearest(column, known)
+            raise UserError(field=column, problem=problem, hint=hint, file=str(path), line=table[0][0])
+    read = []
+    for number, row in steps:
+        try:
+            read.append(_read_own_step(header, row, base))
+        except UserError as error:
+            error.file, error.line = str(path), number
+            raise
+    return read
+
+
+def _read_own_step(header: list[str], row: list[str], base: Job) -> tuple[OwnStep, Job]:
+    """Reads a row of a user's file."""
+    if len(row) != len(header):
+        problem = f"has {len(row)} cells, the line of names {len(header)}"
+        raise UserError(field="row", problem=problem, hint="leave cells empty, not out")
+    cells = {name: _parse(cell.strip()) for name, cell in zip(header, row, strict=True) if cell.strip()}
+    step = read_typed(OwnStep, make_argument_node("row", cells))
+    job, replica = step.job_at(base), step.pp * step.cp * step.tp
+    if job.cluster.gpus % replica or job.workload.sequences_per_step < job.cluster.gpus // replica:
+        counts = f"{job.cluster.gpus} GPUs into replicas for {job.workload.sequences_per_step} sequences"
+        raise UserError(
+            field="row",
+            problem=f"has {replica} GPUs a replica, which do not divide {counts}",
+            hint="state gpus, pp, tp, cp and sequences_per_step as they ran",
+        )
+    return step, job
 
 
 def _read_rows(name: str, kind: type[R]) -> Iterator[R]:

@@ -11,11 +11,14 @@ import numpy as np
 
 from optimus.cost.assumptions import Assumptions, get_preset
 from optimus.ir.op import Floats, Ints
+from optimus.job.job import Job
 from optimus.job.measured_runs import MeasuredRun, load_measured_models, load_measured_runs
 from optimus.planner.forked import compute_by_key
 from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.base import select_fastest
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.today import TodaySystem
+from optimus.protocols import SystemCandidate
 
 MIN_RANKED = 4  # layouts of one model, from which their order is compared
 
@@ -99,8 +102,7 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
         gather_copies=run.gather_copies is not False,
         token_dispatcher=run.token_dispatcher,
     )
-    context, _ = choose_smallest_context(run.job, assumed)
-    (candidate,) = TodaySystem().candidates(LlmPipelines(context))
+    candidate = find_recipe(run.job, assumed)
     result = candidate.search_result()
     memories = candidate.memories if result is None else result.memories
     fullest = max(memories, key=lambda memory: memory.total)
@@ -110,6 +112,13 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
         peak_bytes=fullest.total,
         allocated_bytes=fullest.total - fullest.reserve - fullest.communicators,
     )
+
+
+def find_recipe(job: Job, assumptions: Assumptions) -> SystemCandidate:
+    """Returns the recipe that a job runs today; where several choices are left open, the fastest."""
+    context, _ = choose_smallest_context(job, assumptions)
+    candidates = list(TodaySystem().candidates(LlmPipelines(context)))
+    return candidates[0] if len(candidates) == 1 else select_fastest(context, TodaySystem.name, candidates)
 
 
 def group_runs(predicted: Sequence[PredictedRun]) -> Iterator[GroupAccuracy]:

@@ -89,7 +89,10 @@ class Recommendation:
             mean_s = self.drawn[name].mean_s
             is_simpler = order(name) < order(self.name) and mean_s <= MIN_SPEEDUP_WORTH_FILLING * fastest_s
             if name not in close and (is_simpler or mean_s < self.steps.mean_s):
-                of, more = 0 if self.sure is None else self.sure.of, self.excess[name] - self.excess[self.name]
+                of, more = (
+                    0 if self.sure is None else self.sure.of,
+                    self.excess[name] - self.excess[self.name],
+                )
                 reasons[name] = f"takes {more:.1%} more in the mean of {of} perturbed cost models"
             elif name in close and order(name) < order(self.name):
                 share = self.systems[name].peak_bytes / self.capacity_bytes
