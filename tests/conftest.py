@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from statistics import median
 
 import pytest
 from hypothesis import settings
@@ -24,7 +26,9 @@ MINUTES = {
     "data": 5,
 }
 SLOWEST = 4  # tests named of an area that is over its minutes
-SLOW_MACHINE = 3.0  # the same tests take up to three times as long on a busy, slower machine: only more fails
+FAR_OVER = 3.0  # times its minutes, as they are on this machine: an area that takes more fails
+LOOP, LOOP_S = 200_000, 0.027  # a loop of Python, and its seconds where the minutes were granted
+LOOP_EVERY = 20  # tests
 
 settings.register_profile("any-machine", deadline=None)  # a slow example is no counterexample
 settings.load_profile("any-machine")
@@ -54,12 +58,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("area", area))  # travels in the test's reports
 
 
+def time_loop() -> float:
+    begin, total = time.perf_counter(), 0
+    for number in range(LOOP):
+        total += number
+    return time.perf_counter() - begin
+
+
 class Budget:
     """Adds up the seconds of each area, says who is over its minutes, and fails a run that is far over."""
 
     def __init__(self) -> None:
         self.used_s: dict[str, float] = defaultdict(float)
         self.tests_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.reports, self.loops_s = 0, [time_loop()]
+
+    @property
+    def slowness(self) -> float:
+        """How much longer this machine takes, now, than that where the minutes were granted."""
+        return max(1.0, median(self.loops_s) / LOOP_S)
 
     def complaint(self, area: str) -> str:
         if area not in MINUTES:
@@ -69,9 +86,12 @@ class Budget:
         return ""
 
     def is_too_much(self, area: str) -> bool:
-        return self.used_s[area] > SLOW_MACHINE * 60 * MINUTES.get(area, 0)
+        return self.used_s[area] > FAR_OVER * self.slowness * 60 * MINUTES.get(area, 0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports += 1
+        if self.reports % LOOP_EVERY == 0:
+            self.loops_s.append(time_loop())
         for name, value in report.user_properties:
             if name == "area":
                 self.used_s[str(value)] += report.duration
@@ -84,6 +104,7 @@ class Budget:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("minutes of test-ci")
+        terminalreporter.line(f"this machine takes {self.slowness:.2f} times as long for a loop of Python")
         for area, seconds in sorted(self.used_s.items()):
             granted = MINUTES.get(area, 0)
             terminalreporter.line(

@@ -71,6 +71,15 @@ def test_a_step_without_traffic_tells_nothing_of_it() -> None:
     assert fitted.steps[0].left_out_s == pytest.approx(fitted.steps[0].before_s)
 
 
+@pytest.mark.parametrize(("stack", "preset"), [("megatron", "default"), ("torchtitan", "compiled")])
+def test_trainers_name_their_presets(stack: str, preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_preset(stack) is get_preset(preset)
+    assert run(["simulate", "cpu/tiny-vl", "--stack", stack, "--system", "stage0"]) == OK
+    assert f"preset {preset}" in capsys.readouterr().out
+    assert run(["simulate", "cpu/tiny-vl", "--stack", f"{stack}x"]) == USER_ERROR
+    assert stack in capsys.readouterr().err
+
+
 def test_the_most_probable_factors_are_those_of_a_grid() -> None:
     random = np.random.default_rng(0)
     slopes, left = random.normal(size=(3, 2)), random.normal(scale=0.1, size=3)

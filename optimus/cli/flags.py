@@ -67,7 +67,8 @@ PresetFlag = Annotated[
     str,
     describe_option(
         metavar="NAME",
-        help="set of assumptions: default (Megatron), compiled, eager or ours (stacks), paper, "
+        aliases=["--stack"],
+        help="set of assumptions of a stack: megatron (default), torchtitan (compiled), eager or ours; paper, "
         "paper-first-chunk, clean or clean-slack; or a FILE.yaml that `optimus calibrate` wrote",
     ),
 ]

@@ -128,6 +128,11 @@ PRESETS = {
 }
 
 
+# Trainers whose defaults a preset has. Neither overlaps TP traffic by default: Megatron's --tp-comm-overlap
+# and torchtitan's enable_async_tensor_parallel are off.
+STACKS = {"megatron": "default", "torchtitan": "compiled"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stack:
     """A preset and the factors that a user's own steps add to it, as `optimus calibrate` writes them."""
@@ -150,6 +155,8 @@ def get_preset(name: str) -> Assumptions:
             efficiency=stack.efficiency,
             traffic_scale=stack.traffic_scale,
         )
+    name = STACKS.get(name, name)
     if name not in PRESETS:
-        raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, PRESETS))
+        known = [*PRESETS, *STACKS]
+        raise UserError(field="--preset", value=name, problem="is not a preset", hint=nearest(name, known))
     return PRESETS[name]
