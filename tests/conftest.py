@@ -27,7 +27,7 @@ MINUTES = {
 }
 SLOWEST = 4  # tests named of an area that is over its minutes
 FAR_OVER = 3.0  # times its minutes, as they are on this machine: an area that takes more fails
-LOOP, LOOP_S = 200_000, 0.027  # a loop of Python, and its seconds where the minutes were granted
+LOOP, LOOP_S = 200_000, 0.009  # a loop of Python, and its seconds where the minutes were granted
 LOOP_EVERY = 20  # tests
 
 settings.register_profile("any-machine", deadline=None)  # a slow example is no counterexample

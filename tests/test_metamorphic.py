@@ -150,7 +150,7 @@ def stated_differently(job: Job, base: Comparison) -> Iterator[str]:
     steps = {name: s for name, s in fitting_steps(base).items() if name in ("balanced-best", "optimus")}
     for name, step_s in steps.items():
         result = base.systems[name].search_result
-        if result is None or "as fsdp" in base.systems[name].how:
+        if result is None or result.llm.locked:  # a sharded LLM has no pipeline whose layout could be stated
             continue
         layout = result.llm.layout
         stated = PartialLayout(**{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "ep", "tp")})
