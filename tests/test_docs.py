@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.__main__ import Bench
 from optimus import cli
-from optimus.cost.assumptions import PRESETS, Assumptions
+from optimus.cost.assumptions import PRESETS, STACK_ENDINGS, Assumptions
 from optimus.cost.memory import NOT_MODELLED, RankMemory
 from optimus.ir.op import Lane, OpKind
 from optimus.job import attention, cluster, data_source, layout, model, read, workload
@@ -51,6 +51,7 @@ OPTIONS = {
     for command in (*COMMANDS.values(), Bench)
     for field in fields(command)
 } | {
+    "--stack",
     "--for",
     "--nproc-per-node",
     "--module",
@@ -326,8 +327,9 @@ def test_files_and_catalog_entries_that_pages_name_exist(page: Path) -> None:
 @by_page
 def test_presets_and_systems_that_pages_name_exist(page: Path) -> None:
     text = page.read_text()
-    for name in re.findall(r"(?:--preset|preset) `?([a-z][\w-]*)`?", text):
-        assert name in PRESETS or name == "chooses", f"{page.name} names the preset {name}"
+    for name in re.findall(r"(?:--preset|preset) `?([a-z][\w.-]*)`?", text):
+        known = name in PRESETS or name == "chooses" or name.endswith(STACK_ENDINGS)
+        assert known, f"{page.name} names the preset {name}"
     for names in re.findall(r"--system ((?:[a-z][\w-]* ?)+)", text):
         assert set(names.split()) <= set(SYSTEMS), f"{page.name} names the systems {names}"
 

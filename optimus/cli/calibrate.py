@@ -29,7 +29,7 @@ MAX_FACTOR = 2.5  # or its inverse
 
 @dataclass(frozen=True)
 class CalibrateCommand:
-    """Fit a few factors to steps that you measured, for `--preset FILE`, and say what they do not explain."""
+    """Fit factors of your own stack to steps that you measured."""
 
     job: JobArgument
     run: Annotated[

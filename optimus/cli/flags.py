@@ -68,7 +68,7 @@ PresetFlag = Annotated[
     describe_option(
         metavar="NAME",
         aliases=["--stack"],
-        help="set of assumptions of a stack: megatron (default), torchtitan (compiled), eager or ours; paper, "
+        help="assumptions of a stack: megatron (default), torchtitan (compiled), eager or ours; also paper, "
         "paper-first-chunk, clean or clean-slack; or a FILE.yaml that `optimus calibrate` wrote",
     ),
 ]

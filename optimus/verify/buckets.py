@@ -133,16 +133,18 @@ def check_trained_layers_in_buckets(plan: Plan) -> Problems:
 
 
 def _list_buckets_of(layer: int, chunk: int, buckets: Sequence[Bucket], *, is_end: bool) -> list[Bucket]:
-    """Returns the buckets that move a layer: those of its chunk, or one of the whole stage.
+    """Returns the buckets that move a layer: those of its chunk that hold it, and one of the whole stage.
 
-    The latter holds what no other does: chunks without buckets, where it is moved once a step, and otherwise
-    the tied ends of the LLM.
+    Moved once a step, the latter holds a share of every layer, and chunks without buckets. Moved more often,
+    it holds the tied ends of the LLM alone.
     """
     whole = [bucket for bucket in buckets if bucket.chunk == WHOLE_STAGE]
     of_chunk = [bucket for bucket in buckets if bucket.chunk == chunk]
     of_layer = [bucket for bucket in of_chunk if _holds(bucket, chunk, layer)]
     once = all(max(bucket.gathered_per, bucket.reduced_per) == Span.STEP for bucket in whole)
-    return of_layer or (whole if is_end or (once and not of_chunk) else [])
+    if of_layer:
+        return of_layer + whole if once else of_layer
+    return whole if is_end or (once and not of_chunk) else []
 
 
 def _holds(bucket: Bucket, chunk: int, layer: int) -> bool:

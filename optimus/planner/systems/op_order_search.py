@@ -19,7 +19,7 @@ MAX_LISTED_OPS = 5000  # list scheduling of more takes too long
 LONG_STEP_ROUNDS = 4  # of pp microbatches; a longer step has small bubbles anyway
 MAX_CAPS = 4  # on activations alive that are tried until an order fits
 SMALL_OPS = 200  # pipelines up to this many ops: cut and order are searched together,
-SEARCH_WITHIN = 1.05  # if the step is at most this times the best
+SEARCH_WITHIN = 1.05  # if the step is at most this times the best, or another order may be shorter
 # The budgets of that search are counts of ops placed, not seconds, so that results repeat.
 EXPLORED_OPS = 60_000  # by list scheduling, cut after cut
 LOCAL_SEARCH_OPS = ((40, 2_000), (10, 8_000), (2, 80_000))  # so many of the best cuts, with so many ops each
@@ -28,18 +28,21 @@ Drafts = list[tuple[TimedOrder, Cut]]
 
 
 def search_op_orders(starts: Sequence[PipelineCandidate]) -> Iterator[PipelineCandidate]:
-    """Yields the best pipeline in orders searched for its durations, and the best small one with new cuts."""
+    """Yields the best pipeline in orders searched for its durations, the best small ones with new cuts."""
     schedulable = [
         start
         for start in starts
         if can_list_schedule(start.layout.pp, start.layout.chunks, start.microbatches)
     ]
-    near = [start for start in schedulable if start.estimate_s <= SEARCH_WITHIN * starts[0].estimate_s]
-    small = [start for start in near if _num_ops(start) <= SMALL_OPS][:1]
+    small: dict[int, PipelineCandidate] = {}  # the best of every number of microbatches
+    for start in schedulable:
+        near = start.estimate_s <= SEARCH_WITHIN * starts[0].estimate_s
+        if _num_ops(start) <= SMALL_OPS and (near or _least_step_s(start) < starts[0].estimate_s):
+            small.setdefault(start.microbatches, start)
     for start in schedulable[:1]:
-        if start not in small:
+        if start not in small.values():
             yield from greedy_order_candidates(start)
-    for start in small:
+    for start in small.values():
         for kinds in _backward_variants(start):
             yield from _search_cuts(start, kinds)
 
@@ -75,6 +78,12 @@ def _backward_variants(pipeline: PipelineCandidate) -> list[tuple[OpKind, ...]]:
     )
     split_costs = bool((inputs + weights > unsplit * (1 + 1e-9)).any())
     return [SPLIT, UNSPLIT] if split_costs else [SPLIT]
+
+
+def _least_step_s(start: PipelineCandidate) -> float:
+    """Returns a bound on the step of the pipeline's cut in any order."""
+    times = (op_times_at_cut(start, start.cut, kinds) for kinds in _backward_variants(start))
+    return min(step_lower_bound_s(each, start.microbatches) for each in times)
 
 
 def step_lower_bound_s(times: OpTimes, microbatches: int) -> float:

@@ -15,6 +15,7 @@ from optimus.errors import DoesNotFit
 from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.filled_plan import FilledPlan, RejectedLayout, SearchResult, summarize_rejections
 from optimus.planner.systems.base import BaseSystem
+from optimus.planner.systems.colocation_candidate import SMALL_LINES
 from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
@@ -101,17 +102,19 @@ class OptimusSearch:
     def find_plan(self, known_s: float = inf, *, again: bool = False) -> SearchResult:
         """Returns the best plan.
 
-        Pipelines are no longer searched, and schedules not refined, where they are far above a known step.
-        If a plan was searched at another layout, before, those above it are not lowered either, but refused.
+        Pipelines are no longer searched, and schedules not refined, where they are far above a known step;
+        small ones are, which takes little time and gains more. If a plan was searched at another layout,
+        before, those above it are not lowered either, but refused.
         """
-        hopeless_s = (HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE) * known_s
+        limits = (HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE), HOPELESS_REFINED_ABOVE
+        hopeless_s, unrefined_s = (inf if self._is_small else limit * known_s for limit in limits)
         slower = DoesNotFit(f"the step is longer at {self._context.layout} than a known one", "use that one")
         if again and inf > self.first_step_s() > HOPELESS_FIRST_ABOVE * known_s:
             raise slower
         self._schedule_all(hopeless_s)
         considered = sum(search.considered for search in self._searches.values())
         rejected = [rejection for search in self._searches.values() for rejection in search.rejected]
-        ranked = self._rank_and_refine(min(hopeless_s, HOPELESS_REFINED_ABOVE * known_s))
+        ranked = self._rank_and_refine(min(hopeless_s, unrefined_s))
         if again and ranked:
             ranked = [pair for pair in ranked if _step_s(pair) <= LOWER_WITHIN * known_s]
             if not ranked:
@@ -135,6 +138,12 @@ class OptimusSearch:
             rejected=rejected,
             tried=[search.to_scheduled_layout(each) for search, each in self._pool],
         )
+
+    @property
+    def _is_small(self) -> bool:
+        """True if the first schedule has few lines."""
+        first = next((each for llm in self._llms for each in self._search_of(llm).schedule_layouts(1)), None)
+        return first is not None and len(first.candidate.fill.schedule) <= SMALL_LINES
 
     def _search_of(self, llm: PipelineCandidate) -> ColocationSearch:
         """Returns the search around a pipeline, the same each time."""
