@@ -147,6 +147,9 @@ class Recommendation:
             if self.fastest in passed_over:
                 allowed = f"but {passed_over[self.fastest]}"
             share = f"{1 - fastest_s / mean_s:.1%} less"
+            if self.sure is not None and self.sure.of and self.fastest not in passed_over:
+                less = self.excess[self.name] - self.excess[self.fastest]
+                share += f", {max(0.0, less):.1%} in the mean of {self.sure.of} perturbed cost models"
             reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {share}, {allowed}")
         elif self.next_best is not None:
             next_s = self.drawn[self.next_best].mean_s
@@ -167,6 +170,8 @@ class Recommendation:
             if gain >= 1.0005:
                 gained = f"takes {1 - 1 / gain:.1%} less time than {baseline}"
             worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
+            if gain >= MIN_SPEEDUP_WORTH_FILLING and not fills_bubbles(self.name):
+                worth = "in the mean of the perturbed cost models it is not worth it"
             reasons.append(f"filling bubbles {gained} ({worth}{self._with_tp_overlapped})")
         overlapped = min(self.planned, key=lambda name: self.systems[name].overlapped_step_s)
         less = 1 - self.systems[overlapped].overlapped_step_s / self.system.overlapped_step_s
