@@ -330,6 +330,7 @@ SECTIONS: dict[str, list[Case]] = {
         sweep("No stages", pp=("0",)),
         sweep("A picture of another kind", gpus=("2",), output=Path("sweep.png")),
         sweep("A strategy misspelt", gpus=("2",), strategy="optimal"),
+        sweep("A system without a plan", gpus=("2",), strategy="separate-gpus"),
         sweep("A system misspelt", gpus=("2",), system=("stage1",)),
     ],
 }

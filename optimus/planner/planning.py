@@ -25,6 +25,7 @@ from optimus.planner.systems.base import SimulatedSystem
 from optimus.planner.systems.paper_candidate import PaperCandidate
 from optimus.planner.systems.pipeline_search import first_fitting_pipeline
 from optimus.planner.systems.registry import (
+    SYSTEMS,
     applicable_systems,
     default_baselines,
     load_system,
@@ -188,10 +189,11 @@ def build_plan(
 def _check(job: Job, strategy: str) -> None:
     """Refuses an unknown strategy, a job without encoders, and one that forbids plans."""
     if strategy not in plan_making_systems():
+        compared = "is compared with others, and has no plan that could be run"
         raise UserError(
             field="--strategy",
             value=strategy,
-            problem="is not a strategy",
+            problem=compared if strategy in SYSTEMS else "is not a strategy",
             hint=nearest(strategy, plan_making_systems()),
         )
     if not job.model.encoders:
