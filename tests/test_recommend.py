@@ -30,12 +30,13 @@ from optimus.job.model import Model
 from optimus.job.own_layers import find_untrainable
 from optimus.job.read import find_job, load_model
 from optimus.job.targets import TARGETS, restrict_to_target
-from optimus.planner.compare import compare_systems
+from optimus.planner.compare import compare_systems, is_around_sharded_llm
 from optimus.planner.layouts import choose_smallest_context
 from optimus.planner.systems.fsdp import FsdpCandidate, list_fsdp_candidates
 from optimus.planner.systems.llm_only import LlmOnlySystem, LlmPipelines
 from optimus.planner.systems.registry import SYSTEMS, is_allowed, load_system
 from optimus.planner.systems.today import TodaySystem
+from optimus.sensitivity import perturb
 from optimus.sensitivity.batch_steps import BatchStepTimes
 from optimus.sensitivity.recommend import (
     NEARLY_FULL,
@@ -44,6 +45,7 @@ from optimus.sensitivity.recommend import (
     choose_simplest,
     compare_to_recommend,
     compute_excess,
+    list_robust,
     plan_job,
     plan_recommended,
     recommend,
@@ -86,7 +88,8 @@ def test_the_simplest_of_the_fastest_is_recommended(planned: RecommendedPlan) ->
     steps_s = {name: sure.perturbed.steps_s[sure.perturbed.same_as.get(name, name)] for name in means}
     fastest_s = [min(steps_s[name][model] for name in means) for model in range(sure.of)]
     excess = {name: sum(steps / fastest_s) / sure.of for name, steps in steps_s.items()}
-    close = [name for name in means if excess[name] <= min(excess.values()) + 0.02]
+    robust = {name: means[name] for name in means if excess[name] <= min(excess.values()) + 0.02}
+    close = [name for name in robust if means[name] <= 1.02 * min(robust.values())]
     assert planned.recommendation.name == min(close, key=list(SYSTEMS).index)
     assert planned.plan.strategy == planned.recommendation.name
     assert planned.report.ok and planned.system.fits
@@ -116,16 +119,19 @@ def test_reasons_follow_from_the_steps(planned: RecommendedPlan) -> None:
     assert near.reasons[0] == (
         "optimus takes 1 s, 1.0% less, within the 2% in which the simpler system is recommended"
     )
-    assert near.reasons[1] == "filling bubbles takes 1.0% less time than fsdp (worth it from 2% on)"
+    assert near.reasons[1] == "filling bubbles (optimus) takes 1.0% less time than fsdp (worth it from 2% on)"
     overlapped = "if 70% of your TP traffic is overlapped already, optimus takes"
     assert near.reasons[2] == f"{overlapped} 10.0% less at the mean of the data"
     alone = with_means(base, {"fsdp": 1.0, "optimus": 1.0, "balanced-best": 1.1})
     assert alone.next_best == "balanced-best"
     assert alone.reasons[0] == "the next best, balanced-best, takes 1.1 s, 10.0% longer"
-    assert alone.reasons[1] == "filling bubbles gains nothing here (worth it from 2% on)"
+    assert alone.reasons[1] == "filling bubbles (optimus) gains nothing here (worth it from 2% on)"
     worth = with_means(replace(base, name="optimus"), {"fsdp": 1.25, "optimus": 1.0})
     overlapped = "10.0% with 70% of the TP traffic overlapped already"
-    assert worth.reasons[1] == f"filling bubbles takes 20.0% less time than fsdp (worth it, {overlapped})"
+    assert (
+        worth.reasons[1]
+        == f"filling bubbles (optimus) takes 20.0% less time than fsdp (worth it, {overlapped})"
+    )
     peak = systems["fsdp"].peak_bytes
     full = replace(near, capacity_bytes=peak / 0.96)
     assert full.memory_share > NEARLY_FULL
@@ -149,28 +155,43 @@ def test_simplicity_wins_among_those_that_are_close_and_leave_memory(
 ) -> None:
     """The rule, said another way: what is simpler than the choice is slower, or leaves less memory."""
     excess = {name: data.draw(st.floats(0.0, 0.1)) for name in shares}
+    means_s = {name: data.draw(st.floats(1.0, 1.1)) for name in shares}
     least, order = min(excess.values()), list(SYSTEMS).index
-    chosen = choose_simplest(shares, excess)
+    chosen = choose_simplest(means_s, shares, excess)
     assert excess[chosen] <= least + 0.02 + 1e-6
     for name, share in shares.items():
         is_full = share > NEARLY_FULL and share > shares[chosen]
-        is_slower = excess[name] > least + 0.02 - 1e-6
-        assert order(name) >= order(chosen) or is_full or is_slower, name
-        assert shares[chosen] <= NEARLY_FULL or share >= shares[chosen] or is_slower, name
+        is_ruled_out = excess[name] > least + 0.02 - 1e-6
+        assert is_ruled_out or means_s[chosen] <= 1.02 * means_s[name] + 1e-6, name
+        is_slower = any(
+            means_s[name] > 1.02 * means_s[other] - 1e-6
+            for other in shares
+            if excess[other] <= least + 0.02 + 1e-6
+        )
+        assert order(name) >= order(chosen) or is_full or is_slower or is_ruled_out, name
+        assert shares[chosen] <= NEARLY_FULL or share >= shares[chosen] or is_slower or is_ruled_out, name
 
 
-def test_the_share_over_the_fastest_is_the_mean_over_cost_models(planned: RecommendedPlan) -> None:
+def test_the_share_over_the_fastest_is_the_mean_over_cost_models() -> None:
     """A system that is a little faster as things are known, and much slower where they are otherwise."""
-    drawn = with_means(planned.recommendation, {"fsdp": 1.0, "stage0": 1.03}).drawn
+    means_s, shares = {"fsdp": 1.0, "stage0": 1.03}, {"fsdp": 0.5, "stage0": 0.5}
     perturbed = perturbed_steps({"fsdp": [1.0, 1.2, 1.3], "stage0": [1.05, 1.0, 1.0]})
-    excess = compute_excess(drawn, ["fsdp", "stage0"], perturbed)
+    excess = compute_excess(means_s, perturbed)
     assert excess == pytest.approx({"fsdp": 0.5 / 3, "stage0": 0.05 / 3})
-    assert choose_simplest(dict.fromkeys(excess, 0.5), excess) == "stage0"
-    alone = compute_excess(drawn, ["fsdp", "stage0"], None)
-    assert alone == pytest.approx({"fsdp": 0.0, "stage0": 0.03})
-    assert choose_simplest(dict.fromkeys(alone, 0.5), alone) == "fsdp"
-    none_drawn = replace(perturbed, models=())
-    assert compute_excess(drawn, ["fsdp", "stage0"], none_drawn) == alone
+    assert choose_simplest(means_s, shares, excess) == "stage0"
+    alone = compute_excess(means_s, None)
+    assert alone == {"fsdp": 0.0, "stage0": 0.0} == compute_excess(means_s, replace(perturbed, models=()))
+    assert choose_simplest(means_s, shares, alone) == "fsdp"
+
+
+def test_a_faster_system_is_not_passed_over_for_a_simpler_one_beyond_the_margin() -> None:
+    """Cost models rule neither out: what is assumed decides, as where half of them hide TP traffic."""
+    means_s, shares = {"balanced-best": 1.05, "optimus": 1.0}, {"balanced-best": 0.5, "optimus": 0.5}
+    steps = {"balanced-best": [1.05, 1.05, 1.0, 1.0], "optimus": [1.0, 1.0, 1.01, 1.01]}
+    excess = compute_excess(means_s, perturbed_steps(steps))
+    assert excess["balanced-best"] - excess["optimus"] == pytest.approx(0.02)
+    assert choose_simplest(means_s, shares, excess) == "optimus"
+    assert choose_simplest({**means_s, "balanced-best": 1.02}, shares, excess) == "balanced-best"
 
 
 def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
@@ -184,13 +205,13 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
         capacity_bytes=peak / 0.97,
     )
     slower = with_means(base, {"balanced-best": 1.0, "fsdp": 1.01, "optimus": 1.0})
-    assert "fsdp is simpler, but needs 97% of the memory" in slower.reasons
+    assert "fsdp is simpler, but needs 97% of the memory, more than 95%" in slower.reasons
     faster = with_means(base, {"balanced-best": 1.01, "fsdp": 1.0, "optimus": 1.01})
-    assert faster.reasons[0] == "fsdp takes 1 s, 1.0% less, but needs 97% of the memory"
-    perturbed = perturbed_steps({"fsdp": [1.1, 1.1, 1.0], "balanced-best": [1.0, 1.0, 1.1]})
+    assert faster.reasons[0] == "fsdp takes 1 s, 1.0% less, but needs 97% of the memory, more than 95%"
+    perturbed = perturbed_steps({"fsdp": [1.1, 1.1, 1.0], "balanced-best": [1.0, 1.0, 1.0]})
     two = with_means(base, {"balanced-best": 1.0, "fsdp": 1.01})
     doubtful = replace(two, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
-    why = "takes 3.3% more in the mean of 3 perturbed cost models"
+    why = "takes 6.7% more in the mean of 3 perturbed cost models"
     assert doubtful.passed_over == {"fsdp": why}
     assert f"fsdp is simpler, but {why}" in doubtful.reasons
     filled = with_means(base, {"optimus": 0.97, "fsdp": 0.96, "balanced-best": 1.0})
@@ -200,11 +221,48 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
     filled = replace(filled, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
     why = "takes 15.0% more in the mean of 2 perturbed cost models"
     assert filled.reasons[0] == f"fsdp takes 0.96 s, 4.0% less, but {why}"
-    assert f"filling bubbles takes 3.0% less time than balanced-best, but {why}" in filled.reasons
+    assert f"filling bubbles (optimus) takes 3.0% less time than balanced-best, but {why}" in filled.reasons
     fastest = with_means(base, {"optimus": 0.95, "fsdp": 0.96, "balanced-best": 1.0})
     fastest = replace(fastest, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))
     assert fastest.reasons[0] == f"optimus takes 0.95 s, 5.0% less, but {why}"
-    assert "filling bubbles is not worth that" in fastest.reasons
+    assert "filling bubbles (optimus) is not worth that" in fastest.reasons
+
+
+def test_a_plan_around_a_pipeline_stands_for_one_around_a_sharded_llm(
+    planned: RecommendedPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes less in the mean of the cost models, though more as costs are assumed."""
+    comparison = planned.comparison
+    pipeline = replace(comparison.systems["balanced"], name="optimus")
+    sharded = replace(comparison.systems["optimus"])
+    assert not is_around_sharded_llm(pipeline) and is_around_sharded_llm(sharded)
+    systems = {"optimus": sharded, "balanced-best": comparison.systems["balanced-best"]}
+    two = replace(comparison, systems=systems, on_pipelines={"optimus": pipeline})
+    monkeypatch.setattr(perturb, "MOST_OF_FULL_SHARDING", 9.0)
+    chosen = recommend(two, batches=BATCHES, draws=100)
+    alone = recommend(replace(two, on_pipelines={}), batches=BATCHES, draws=100)
+    assert chosen.excess["optimus"] < alone.excess["optimus"]
+    assert chosen.systems["optimus"].schedule is pipeline.schedule
+    assert set(chosen.sharded) == {"optimus"} and chosen.sharded["optimus"][1] > 0
+    assert any("optimus is that around a pipeline of the LLM" in reason for reason in chosen.reasons)
+    assert alone.systems["optimus"].schedule is sharded.schedule and not alone.sharded
+    plan = plan_recommended(two, chosen, strategy="optimus")
+    assert plan.report.ok and plan.step_s == pytest.approx(pipeline.step_s)
+    sure = recommend(two, batches=BATCHES, draws=0)
+    faster = min((pipeline, sharded), key=lambda system: system.step_s)
+    assert sure.systems["optimus"].schedule is faster.schedule, "as costs are assumed"
+
+
+def test_systems_around_pipelines_are_faster_than_what_they_contain() -> None:
+    seed = 37  # its optimus is around a sharded LLM
+    job = random_job(Random(seed))
+    compared = compare_systems(
+        replace(job, layout=replace(job.layout, modules={})), names=("balanced-best", "optimus")
+    )
+    assert is_around_sharded_llm(compared.systems["optimus"])
+    other = compared.on_pipelines["optimus"]
+    assert not is_around_sharded_llm(other) and other.fits
+    assert compared.systems["optimus"].step_s < other.step_s < compared.systems["balanced-best"].step_s
 
 
 def test_the_next_command_runs_the_plan_or_makes_one_that_runs() -> None:
@@ -426,8 +484,9 @@ def broken_promises(planned: RecommendedPlan) -> Iterator[str]:
         yield str(planned.report.violations[0])
     if planned.plan.strategy != recommendation.name or not planned.system.fits:
         yield f"{planned.plan.strategy} is planned, {recommendation.name} recommended"
-    excess = recommendation.excess
-    if excess[recommendation.name] > min(excess.values()) + 0.02 + 1e-6:
+    robust = list_robust(recommendation.excess)
+    fastest_s = min(recommendation.drawn[name].mean_s for name in robust)
+    if recommendation.name not in robust or recommendation.steps.mean_s > 1.02 * fastest_s:
         yield f"{recommendation.name} is beyond the margin"
     if not planned.comparison.llm_only.fits:
         yield f"the floor needs {planned.comparison.llm_only.memory.total / 1e9:.1f} GB"

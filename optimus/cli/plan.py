@@ -321,6 +321,13 @@ def _microbatches(split: list[int], pieces: int) -> str:
     return words if pieces == 1 else f"{words} of 1/{pieces} of the LLM's"
 
 
+WHERE_ENCODERS_RUN = (
+    "Encoders run: in stage 0 of the LLM's pipeline (stage0), as layers of all its stages (balanced, and at "
+    "its best), before and after the LLM (three-phase), in its idle time (optimus). From the simplest to the "
+    "most involved: fsdp, stage0, balanced, balanced-best, three-phase, optimus."
+)
+
+
 def _table(comparison: Comparison) -> list[str]:
     from optimus.cli.comparison import TP_SHARE, TP_SHARE_REMARK
 
@@ -341,6 +348,7 @@ def _table(comparison: Comparison) -> list[str]:
             rows.append(_measured(comparison, system))
     lines = align_columns(header, rows)
     lines += wrap_remark(f"Steps at the mean of the data, memory at p99 of steps. {TP_SHARE_REMARK}")
+    lines += wrap_remark(WHERE_ENCODERS_RUN)
     if any(not system.fits for system in comparison.systems.values()):
         lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")
     for name, reason in comparison.missing.items():

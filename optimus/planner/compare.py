@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import inf
@@ -46,6 +46,8 @@ class Comparison:
     compared: int  # and those at which all systems were simulated
     search_s: float  # that comparing took
     calibration: Calibration | None = None  # on the step that the job measured
+    # Systems whose best plan is around a fully sharded LLM, at their best around a pipeline of it.
+    on_pipelines: Mapping[str, SimulatedSystem] = field(default_factory=dict)
 
     @property
     def profile_notes(self) -> list[str]:
@@ -113,7 +115,8 @@ def compare_systems(
         )
         best.add(other.result())
     outcomes = {name: best.simulate(name) for name in checked}
-    llm_only = _lower_floor(llm_only, outcomes.values())
+    on_pipelines = best.simulate_on_pipelines(checked)
+    llm_only = _lower_floor(llm_only, [*outcomes.values(), *on_pipelines.values()])
     if LlmOnlySystem.name in outcomes:
         outcomes[LlmOnlySystem.name] = llm_only
     return Comparison(
@@ -129,6 +132,7 @@ def compare_systems(
         compared=len(searched),
         search_s=time.monotonic() - begin,
         calibration=calibration,
+        on_pipelines=on_pipelines,
     )
 
 
@@ -226,13 +230,34 @@ class _BestOverLayouts:
             self._outcomes[name] = self._simulate_with_contained(load_system(name))
         return self._outcomes[name]
 
+    def simulate_on_pipelines(self, names: Iterable[str]) -> dict[str, SimulatedSystem]:
+        """Returns systems around pipelines of the LLM, where around a sharded one they are faster.
+
+        Left out are those that are no faster there than a system that they contain.
+        """
+        found: dict[str, SimulatedSystem] = {}
+        for system in map(load_system, names):
+            own = self.simulate(system.name)
+            if not system.takes_sharded or isinstance(own, str) or not is_around_sharded_llm(own):
+                continue
+            outcomes = (self._outcomes.get(name) for name in system.contains)
+            contained = [each for each in outcomes if isinstance(each, SimulatedSystem) and each.fits]
+            least_s = min((s.step_s for s in contained if not is_around_sharded_llm(s)), default=inf)
+            if least_s < inf:
+                pipelines = self._order_layouts(system, least_s, sharded=False)
+                other = self._simulate_over_layouts(system, least_s, pipelines)
+                if isinstance(other, SimulatedSystem) and other.fits and other.step_s < least_s:
+                    found[system.name] = other
+        return found
+
     def _simulate_with_contained(self, system: System) -> SimulatedSystem | str:
         """Simulates a system and those it contains; the plan of one that is faster is its own, too."""
         job = self._searched[0].context.job
         outcomes = [self.simulate(name) for name in system.contains if is_allowed(name, job)]
         contained = [each for each in outcomes if isinstance(each, SimulatedSystem) and each.fits]
         fastest = min(contained, key=lambda each: each.step_s, default=None)
-        own = self._simulate_over_layouts(system, inf if fastest is None else fastest.step_s)
+        known_s = inf if fastest is None else fastest.step_s
+        own = self._simulate_over_layouts(system, known_s, self._order_layouts(system, known_s))
         if fastest is None or (isinstance(own, SimulatedSystem) and own.step_s <= fastest.step_s):
             return own
         plan = fastest.search_result
@@ -253,7 +278,7 @@ class _BestOverLayouts:
             return False
         return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
 
-    def _order_layouts(self, system: System, known_s: float) -> list[LlmPipelines]:
+    def _order_layouts(self, system: System, known_s: float, *, sharded: bool = True) -> list[LlmPipelines]:
         """Returns layouts by a system's estimates or first schedules, by contained systems, by the LLM."""
         if not system.searches_layouts:
             return self.possible[:1]
@@ -267,7 +292,8 @@ class _BestOverLayouts:
         def first_step_s(pipelines: LlmPipelines) -> float:
             return inf if self._is_floor_above(known_s, pipelines) else system.first_step_s(pipelines)
 
-        by_contained = sorted([*self.possible, *self._list_sharded(system)], key=step_s)
+        others = self._list_sharded(system) if sharded else []
+        by_contained = sorted([*self.possible, *others], key=step_s)
         return sorted(by_contained, key=first_step_s) if len(by_contained) > 1 else by_contained
 
     def _list_sharded(self, system: System) -> list[LlmPipelines]:
@@ -281,14 +307,16 @@ class _BestOverLayouts:
         except DoesNotFit:
             return []
 
-    def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
+    def _simulate_over_layouts(
+        self, system: System, known_s: float, layouts: Iterable[LlmPipelines]
+    ) -> SimulatedSystem | str:
         """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.
 
         A layout after the first is skipped also if it is slower than a known step of a contained system.
         """
         best: SimulatedSystem | None = None
         refusals = []
-        for pipelines in self._order_layouts(system, known_s):
+        for pipelines in layouts:
             self._report(system.name)
             limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
             if system.needs_llm_pipeline and self._is_floor_above(limit_s, pipelines):
@@ -308,6 +336,12 @@ class _BestOverLayouts:
             if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
                 best = simulated
         return refusals[0] if best is None else best
+
+
+def is_around_sharded_llm(system: SimulatedSystem) -> bool:
+    """Returns whether the plan of a system is around an LLM that is fully sharded."""
+    result = system.search_result
+    return result is not None and result.llm.locked
 
 
 def _lower_floor(floor: SimulatedSystem, outcomes: Iterable[SimulatedSystem | str]) -> SimulatedSystem:

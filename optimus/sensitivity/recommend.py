@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
@@ -41,6 +41,7 @@ MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may 
 NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
 ROUNDING = 1e-9  # of a step, so that equal systems stay equal
 FILLED = "optimus"
+ON_PIPELINE = " on a pipeline"  # ends the name of a system's other plan
 
 Progress = Callable[[str, int, int], None]
 
@@ -58,6 +59,9 @@ class Recommendation:
     drawn: Mapping[str, BatchStepTimes]  # systems that may be the fastest, and today's; fastest first
     planned: tuple[str, ...]  # those of them that can be planned, in the same order
     sure: WinRate | None  # None: not computed
+    # Systems that are taken around a pipeline, as they are at their best around a fully sharded LLM, and by
+    # what share those take more in the mean of the cost models.
+    sharded: Mapping[str, tuple[SimulatedSystem, float]] = field(default_factory=dict)
 
     @property
     def system(self) -> SimulatedSystem:
@@ -84,37 +88,48 @@ class Recommendation:
     def passed_over(self) -> Mapping[str, str]:
         """Systems that are faster or as fast and simpler, and why they are not recommended."""
         order, reasons = list(SYSTEMS).index, dict[str, str]()
-        fastest_s, close = self.drawn[self.fastest].mean_s, _list_close(self.excess)
+        robust = list_robust(self.excess)
+        limit_s = MIN_SPEEDUP_WORTH_FILLING * min(self.drawn[name].mean_s for name in robust)
         for name in self.planned:
-            mean_s = self.drawn[name].mean_s
-            is_simpler = order(name) < order(self.name) and mean_s <= MIN_SPEEDUP_WORTH_FILLING * fastest_s
-            if name not in close and (is_simpler or mean_s < self.steps.mean_s):
-                of, more = (
-                    0 if self.sure is None else self.sure.of,
-                    self.excess[name] - self.excess[self.name],
-                )
-                reasons[name] = f"takes {more:.1%} more in the mean of {of} perturbed cost models"
-            elif name in close and order(name) < order(self.name):
+            mean_s, is_simpler = self.drawn[name].mean_s, order(name) < order(self.name)
+            if name not in robust and (mean_s < self.steps.mean_s or (is_simpler and mean_s <= limit_s)):
+                reasons[name] = self._explain_cost_models(name)
+            elif name in robust and is_simpler and mean_s <= limit_s:
                 share = self.systems[name].peak_bytes / self.capacity_bytes
-                reasons[name] = f"needs {share:.0%} of the memory"
+                reasons[name] = f"needs {share:.0%} of the memory, more than {NEARLY_FULL:.0%}"
         return reasons
+
+    def _explain_cost_models(self, name: str) -> str:
+        """Returns what a system takes more in the mean of the cost models, and where most of it."""
+        assert self.sure is not None, "only cost models rule a system out"
+        more, rule = (
+            self.excess[name] - self.excess[self.name],
+            self.sure.perturbed.find_loss_rule(name, self.name),
+        )
+        where = "" if rule is None else f", above all where {rule}"
+        return f"takes {more:.1%} more in the mean of {self.sure.of} perturbed cost models{where}"
 
     @property
     def excess(self) -> Mapping[str, float]:
-        """By system, the share by which its step is over the fastest: see `compute_excess`."""
-        return compute_excess(self.drawn, self.planned, None if self.sure is None else self.sure.perturbed)
+        """By system, the share by which its step is over the fastest, in the mean over cost models."""
+        return compute_excess(self.planned, None if self.sure is None else self.sure.perturbed)
 
     @property
     def memory_share(self) -> float:
         return self.system.peak_bytes / self.capacity_bytes
 
     @property
+    def best_unfilled(self) -> str | None:
+        """The fastest system that fills no bubbles, if possible one that no cost models rule out."""
+        robust, unfilled = list_robust(self.excess), [n for n in self.planned if not fills_bubbles(n)]
+        return next((name for name in unfilled if name in robust), next(iter(unfilled), None))
+
+    @property
     def filling_speedup(self) -> float | None:
-        """Mean step of the best system that fills no bubbles over that of `optimus`; None: not compared."""
-        simpler = [name for name in self.planned if not fills_bubbles(name)]
-        if FILLED not in self.drawn or not simpler:
+        """Mean step of `best_unfilled` over that of `optimus`; None: not compared."""
+        if FILLED not in self.drawn or self.best_unfilled is None:
             return None
-        return self.drawn[simpler[0]].mean_s / self.drawn[FILLED].mean_s
+        return self.drawn[self.best_unfilled].mean_s / self.drawn[FILLED].mean_s
 
     @property
     def _with_tp_overlapped(self) -> str:
@@ -124,8 +139,9 @@ class Recommendation:
         gain = self.filling_speedup
         if filled is None or gain is None or gain < MIN_SPEEDUP_WORTH_FILLING:
             return ""
-        less = max(0.0, 1 - filled.overlapped_step_s / min(simpler))
-        return f", {less:.1%} with {OVERLAPPED_TP_SHARE:.0%} of the TP traffic overlapped already"
+        less = 1 - filled.overlapped_step_s / min(simpler)
+        gains = f"{less:.1%}" if less > 0 else "nothing"
+        return f", {gains} with {OVERLAPPED_TP_SHARE:.0%} of the TP traffic overlapped already"
 
     @property
     def _layouts(self) -> str:
@@ -147,14 +163,15 @@ class Recommendation:
             if self.fastest in passed_over:
                 allowed = f"but {passed_over[self.fastest]}"
             share = f"{1 - fastest_s / mean_s:.1%} less"
-            if self.sure is not None and self.sure.of and self.fastest not in passed_over:
-                less = self.excess[self.name] - self.excess[self.fastest]
-                share += f", {max(0.0, less):.1%} in the mean of {self.sure.of} perturbed cost models"
             reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {share}, {allowed}")
         elif self.next_best is not None:
             next_s = self.drawn[self.next_best].mean_s
             longer = f"{next_s / mean_s - 1:.1%} longer"
             reasons.append(f"the next best, {self.next_best}, takes {next_s:.4g} s, {longer}")
+        for name, (system, more) in self.sharded.items():
+            takes = f"around a fully sharded LLM it takes {system.step_s:.4g} s at the mean of the data"
+            of = f"{more:.1%} more in the mean of the perturbed cost models"
+            reasons.append(f"{name} is that around a pipeline of the LLM: {takes}, but {of}")
         for name, why in passed_over.items():
             if name not in (self.fastest, FILLED):
                 simpler = list(SYSTEMS).index(name) < list(SYSTEMS).index(self.name)
@@ -163,16 +180,14 @@ class Recommendation:
         if FILLED in passed_over:
             less = 1 - self.drawn[FILLED].mean_s / mean_s
             takes = f"takes {less:.1%} less time than {self.name}, but {passed_over[FILLED]}"
-            reasons.append(f"filling bubbles {takes if self.fastest != FILLED else 'is not worth that'}")
+            takes = takes if self.fastest != FILLED else "is not worth that"
+            reasons.append(f"filling bubbles ({FILLED}) {takes}")
         elif gain is not None:
-            baseline = next(name for name in self.planned if not fills_bubbles(name))
             gained = "gains nothing here"
             if gain >= 1.0005:
-                gained = f"takes {1 - 1 / gain:.1%} less time than {baseline}"
+                gained = f"takes {1 - 1 / gain:.1%} less time than {self.best_unfilled}"
             worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
-            if gain >= MIN_SPEEDUP_WORTH_FILLING and not fills_bubbles(self.name):
-                worth = "in the mean of the perturbed cost models it is not worth it"
-            reasons.append(f"filling bubbles {gained} ({worth}{self._with_tp_overlapped})")
+            reasons.append(f"filling bubbles ({FILLED}) {gained} ({worth}{self._with_tp_overlapped})")
         overlapped = min(self.planned, key=lambda name: self.systems[name].overlapped_step_s)
         less = 1 - self.systems[overlapped].overlapped_step_s / self.system.overlapped_step_s
         if less > MIN_SPEEDUP_WORTH_FILLING - 1:
@@ -277,23 +292,47 @@ def recommend(
     cores: int = 1,
     progress: Progress = lambda name, done, total: None,
 ) -> Recommendation:
-    """Recommends a system from its mean step over drawn batches, its memory, and perturbed cost models."""
-    names = _list_contenders(comparison)
+    """Recommends a system from its mean step over drawn batches, its memory, and perturbed cost models.
+
+    A system whose best plan is around a fully sharded LLM stands for the one around a pipeline, if that is
+    faster in the mean over cost models.
+    """
+    names = {f"{name}{ON_PIPELINE}": system for name, system in comparison.on_pipelines.items()}
+    others = {name: replace(system, name=name) for name, system in names.items()}
+    every = replace(comparison, systems={**comparison.systems, **others})
     steps = simulate_batches(
-        comparison, names, dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
+        every, _list_contenders(every), dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
     )
     drawn = dict(sorted(steps.items(), key=lambda item: item[1].mean_s))
-    planned = [name for name in drawn if _can_be_planned(name, comparison.job)]
+    planned = [name for name in drawn if _can_be_planned(name.removesuffix(ON_PIPELINE), comparison.job)]
     perturbed = None
     if draws:
         contenders = {name: drawn[name] for name in planned}
         perturbed = simulate_cost_models(
-            comparison, contenders, draws=draws, seed=seed, cores=cores, progress=progress
+            every, contenders, draws=draws, seed=seed, cores=cores, progress=progress
         )
-    systems = {name: comparison.systems[name] for name in planned}
+    excess = compute_excess(planned, perturbed)
+    # Of a system with two plans, the one with the least excess.
+    best: dict[str, str] = {}
+    for name in sorted(planned, key=lambda name: (excess[name], name)):
+        best.setdefault(name.removesuffix(ON_PIPELINE), name)
+    chosen = {name: best.get(name, name) for name in drawn if not name.endswith(ON_PIPELINE)}
+    chosen |= {name: own for name, own in best.items() if name not in chosen}
+    sharded = {
+        name: (comparison.systems[name], excess[name] - excess[own])
+        for name, own in best.items()
+        if own != name and name in excess
+    }
+    by_mean = sorted(chosen, key=lambda name: drawn[chosen[name]].mean_s)
+    drawn = {name: replace(drawn[chosen[name]], system=name) for name in by_mean}
+    planned = [name for name in by_mean if name in best]
+    if perturbed is not None:
+        perturbed = perturbed.select({name: best[name] for name in planned})
+    systems = {name: replace(every.systems[best[name]], name=name) for name in planned}
     capacity_bytes = comparison.context.capacity_bytes
     shares = {name: system.peak_bytes / capacity_bytes for name, system in systems.items()}
-    name = choose_simplest(shares, compute_excess(drawn, planned, perturbed))
+    means_s = {name: drawn[name].mean_s for name in planned}
+    name = choose_simplest(means_s, shares, compute_excess(planned, perturbed))
     return Recommendation(
         name=name,
         systems=systems,
@@ -301,35 +340,37 @@ def recommend(
         drawn=drawn,
         planned=tuple(planned),
         sure=None if perturbed is None else perturbed.win_rate(name),
+        sharded=sharded,
     )
 
 
-def compute_excess(
-    drawn: Mapping[str, BatchStepTimes], planned: Sequence[str], perturbed: PerturbedSteps | None
-) -> dict[str, float]:
-    """Returns by system the share by which its mean step over drawn batches is over the fastest's.
+def compute_excess(names: Iterable[str], perturbed: PerturbedSteps | None) -> dict[str, float]:
+    """Returns by system the share by which its step is over the fastest, in the mean over cost models.
 
-    With perturbed cost models, in the mean over them: what a system costs if it is not known which is true.
+    That is what a system costs if it is not known which of them is true; 0 without cost models.
     """
-    if perturbed is not None and perturbed.models:
-        return {name: perturbed.mean_excess(name) for name in planned}
-    fastest_s = drawn[planned[0]].mean_s
-    return {name: drawn[name].mean_s / fastest_s - 1 for name in planned}
+    if perturbed is None or not perturbed.models:
+        return dict.fromkeys(names, 0.0)
+    return {name: perturbed.mean_excess(name) for name in names}
 
 
-def _list_close(excess: Mapping[str, float]) -> list[str]:
-    """Returns the systems that are about as fast as the one with the least excess."""
+def list_robust(excess: Mapping[str, float]) -> list[str]:
+    """Returns the systems that cost models do not rule out: they cost at most the margin more than others."""
     most = min(excess.values()) + MIN_SPEEDUP_WORTH_FILLING - 1
     return [name for name, share in excess.items() if share <= most + ROUNDING]
 
 
-def choose_simplest(shares: Mapping[str, float], excess: Mapping[str, float]) -> str:
-    """Returns the simplest system of those that are about as fast as any and leave memory.
+def choose_simplest(
+    means_s: Mapping[str, float], shares: Mapping[str, float], excess: Mapping[str, float]
+) -> str:
+    """Returns the simplest of the systems about as fast as the fastest that leaves memory.
 
-    `shares` are those of the memory. If none of the fast ones leaves enough, that which leaves the most is
-    taken.
+    Systems that cost models rule out do not count. `shares` are those of the memory. If none of the fast
+    ones leaves enough, that which leaves the most is taken.
     """
-    close = {name: shares[name] for name in _list_close(excess)}
+    robust = list_robust(excess)
+    limit_s = MIN_SPEEDUP_WORTH_FILLING * min(means_s[name] for name in robust)
+    close = {name: shares[name] for name in robust if means_s[name] <= limit_s}
     most = max(NEARLY_FULL, min(close.values()))
     return min((name for name, share in close.items() if share <= most), key=list(SYSTEMS).index)
 
@@ -338,6 +379,7 @@ def plan_recommended(
     comparison: Comparison, recommendation: Recommendation, *, strategy: str | None = None
 ) -> RecommendedPlan:
     """Builds and checks the plan of the recommended system, or of the one called `strategy`."""
+    comparison = replace(comparison, systems={**comparison.systems, **recommendation.systems})
     planned = build_plan(comparison, strategy or recommendation.name, recommendation.notes)
     known = {field.name: getattr(planned, field.name) for field in fields(planned)}
     return RecommendedPlan(**known, recommendation=recommendation)
@@ -355,7 +397,8 @@ def _list_contenders(comparison: Comparison) -> list[str]:
     more.
     """
     fitting = {n: s.step_s for n, s in comparison.systems.items() if s.fits and n != "llm-only"}
-    planned = [name for name in fitting if _can_be_planned(name, comparison.job)]
+    job = comparison.job
+    planned = [name for name in fitting if _can_be_planned(name.removesuffix(ON_PIPELINE), job)]
     if not planned:
         raise DoesNotFit(
             f"no system that was compared fits in {comparison.context.capacity_bytes / 1e9:.0f} GB",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -101,6 +101,24 @@ class PerturbedSteps:
         """Returns by cost model whether no system is faster than this one by more than the margin."""
         held: NDArray[np.bool_] = self._steps_of(system) <= self.margin * self._all_steps.min(axis=0)
         return held
+
+    def select(self, names: Mapping[str, str]) -> PerturbedSteps:
+        """Returns the steps of some systems under new names: `names[new]` is the present one."""
+        steps_s: dict[str, Floats] = {}
+        same_as: dict[str, str] = {}
+        for new, present in names.items():
+            steps = self._steps_of(present)
+            twin = next((name for name, known in steps_s.items() if known is steps), None)
+            if twin is None:
+                steps_s[new] = steps
+            else:
+                same_as[new] = twin
+        return replace(self, steps_s=steps_s, same_as=same_as)
+
+    def find_loss_rule(self, system: str, other: str) -> WinRule | None:
+        """Returns the assumption where another system is faster by more than the margin, if one tells."""
+        losses = self.margin * self._steps_of(other) < self._steps_of(system)
+        return find_win_rule(self.models, self.parameters, losses)
 
     def mean_excess(self, system: str) -> float:
         """Returns the share by which a system's step is over the fastest's, in the mean over cost models."""
