@@ -256,9 +256,8 @@ def test_a_plan_around_a_pipeline_stands_for_one_around_a_sharded_llm(
 def test_systems_around_pipelines_are_faster_than_what_they_contain() -> None:
     seed = 37  # its optimus is around a sharded LLM
     job = random_job(Random(seed))
-    compared = compare_systems(
-        replace(job, layout=replace(job.layout, modules={})), names=("balanced-best", "optimus")
-    )
+    job = replace(job, layout=replace(job.layout, modules={}))
+    compared = compare_systems(job, names=("balanced-best", "optimus"), also_on_pipelines=True)
     assert is_around_sharded_llm(compared.systems["optimus"])
     other = compared.on_pipelines["optimus"]
     assert not is_around_sharded_llm(other) and other.fits

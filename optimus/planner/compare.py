@@ -81,14 +81,16 @@ def compare_systems(
     assumptions: Assumptions | str = "default",
     profile: Profile | None = None,
     effort: float = 1.0,
+    also_on_pipelines: bool = False,
     cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
     """Simulates the job under each named system (by default all that apply and schedule no encoder work).
 
     Each is taken at the best of the layouts that the job leaves open. `effort` multiplies the budgets of
-    searches: layouts that are compared, cuts and encoder schedules that are tried. With more than one core
-    some systems are simulated in a process of their own; the answer is the same.
+    searches: layouts that are compared, cuts and encoder schedules that are tried. With `also_on_pipelines`,
+    systems whose best plan is around a fully sharded LLM are searched around its pipelines too. With more
+    than one core some systems are simulated in a process of their own; the answer is the same.
     """
     begin = time.monotonic()
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
@@ -115,7 +117,7 @@ def compare_systems(
         )
         best.add(other.result())
     outcomes = {name: best.simulate(name) for name in checked}
-    on_pipelines = best.simulate_on_pipelines(checked)
+    on_pipelines = best.simulate_on_pipelines(checked) if also_on_pipelines else {}
     llm_only = _lower_floor(llm_only, [*outcomes.values(), *on_pipelines.values()])
     if LlmOnlySystem.name in outcomes:
         outcomes[LlmOnlySystem.name] = llm_only

@@ -136,6 +136,7 @@ def compare_for_plan(
     profile: Profile | None = None,
     systems: Iterable[str] | None = None,
     effort: float = 1.0,
+    also_on_pipelines: bool = False,
     cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Comparison:
@@ -154,6 +155,7 @@ def compare_for_plan(
             assumptions=assumptions,
             profile=profile,
             effort=effort,
+            also_on_pipelines=also_on_pipelines,
             cores=cores,
             progress=progress,
         )

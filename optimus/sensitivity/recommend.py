@@ -278,6 +278,7 @@ def compare_to_recommend(
         profile=profile,
         systems=[*chosen, *filled],
         effort=effort,
+        also_on_pipelines=True,
         cores=cores,
         progress=progress,
     )
