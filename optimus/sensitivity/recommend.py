@@ -41,7 +41,7 @@ MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may 
 NEARLY_FULL = 0.95  # of a GPU's memory: what needs more is not preferred for simplicity
 ROUNDING = 1e-9  # of a step, so that equal systems stay equal
 FILLED = "optimus"
-ON_PIPELINE = " on a pipeline"  # ends the name of a system's other plan
+ON_PIPELINE = " on a pipeline"  # ends the name of a system's other plan, while plans are weighed
 
 Progress = Callable[[str, int, int], None]
 
@@ -298,38 +298,28 @@ def recommend(
     A system whose best plan is around a fully sharded LLM stands for the one around a pipeline, if that is
     faster in the mean over cost models.
     """
-    names = {f"{name}{ON_PIPELINE}": system for name, system in comparison.on_pipelines.items()}
-    others = {name: replace(system, name=name) for name, system in names.items()}
-    every = replace(comparison, systems={**comparison.systems, **others})
+    every, job = _add_plans_on_pipelines(comparison), comparison.job
     steps = simulate_batches(
         every, _list_contenders(every), dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
     )
-    drawn = dict(sorted(steps.items(), key=lambda item: item[1].mean_s))
-    planned = [name for name in drawn if _can_be_planned(name.removesuffix(ON_PIPELINE), comparison.job)]
-    perturbed = None
+    perturbed, plans = None, [name for name in steps if _can_be_planned(_system_of(name), job)]
     if draws:
-        contenders = {name: drawn[name] for name in planned}
         perturbed = simulate_cost_models(
-            every, contenders, draws=draws, seed=seed, cores=cores, progress=progress
+            every,
+            {name: steps[name] for name in plans},
+            draws=draws,
+            seed=seed,
+            cores=cores,
+            progress=progress,
         )
-    excess = compute_excess(planned, perturbed)
-    # Of a system with two plans, the one with the least excess.
-    best: dict[str, str] = {}
-    for name in sorted(planned, key=lambda name: (excess[name], name)):
-        best.setdefault(name.removesuffix(ON_PIPELINE), name)
-    chosen = {name: best.get(name, name) for name in drawn if not name.endswith(ON_PIPELINE)}
-    chosen |= {name: own for name, own in best.items() if name not in chosen}
-    sharded = {
-        name: (comparison.systems[name], excess[name] - excess[own])
-        for name, own in best.items()
-        if own != name and name in excess
-    }
-    by_mean = sorted(chosen, key=lambda name: drawn[chosen[name]].mean_s)
-    drawn = {name: replace(drawn[chosen[name]], system=name) for name in by_mean}
-    planned = [name for name in by_mean if name in best]
+    excess = compute_excess(plans, perturbed)
+    chosen = _choose_plans(steps, excess)
+    drawn = {name: replace(steps[plan], system=name) for name, plan in chosen.items()}
+    drawn = dict(sorted(drawn.items(), key=lambda item: item[1].mean_s))
+    planned = [name for name in drawn if _can_be_planned(name, job)]
     if perturbed is not None:
-        perturbed = perturbed.select({name: best[name] for name in planned})
-    systems = {name: replace(every.systems[best[name]], name=name) for name in planned}
+        perturbed = perturbed.select({name: chosen[name] for name in planned})
+    systems = {name: replace(every.systems[chosen[name]], name=name) for name in planned}
     capacity_bytes = comparison.context.capacity_bytes
     shares = {name: system.peak_bytes / capacity_bytes for name, system in systems.items()}
     means_s = {name: drawn[name].mean_s for name in planned}
@@ -341,8 +331,32 @@ def recommend(
         drawn=drawn,
         planned=tuple(planned),
         sure=None if perturbed is None else perturbed.win_rate(name),
-        sharded=sharded,
+        sharded={
+            name: (comparison.systems[name], excess[name] - excess[chosen[name]])
+            for name in planned
+            if chosen[name] != name and name in excess
+        },
     )
+
+
+def _add_plans_on_pipelines(comparison: Comparison) -> Comparison:
+    """Returns the comparison with the other plans of systems, under names of their own."""
+    others = {f"{name}{ON_PIPELINE}": system for name, system in comparison.on_pipelines.items()}
+    named = {name: replace(system, name=name) for name, system in others.items()}
+    return replace(comparison, systems={**comparison.systems, **named})
+
+
+def _system_of(plan: str) -> str:
+    """Returns the name of the system that a plan is of."""
+    return plan.removesuffix(ON_PIPELINE)
+
+
+def _choose_plans(plans: Iterable[str], excess: Mapping[str, float]) -> dict[str, str]:
+    """Returns by system its plan with the least excess; systems without cost models have one."""
+    chosen: dict[str, str] = {}
+    for plan in sorted(plans, key=lambda plan: (excess.get(plan, 0.0), plan)):
+        chosen.setdefault(_system_of(plan), plan)
+    return chosen
 
 
 def compute_excess(names: Iterable[str], perturbed: PerturbedSteps | None) -> dict[str, float]:
@@ -398,8 +412,7 @@ def _list_contenders(comparison: Comparison) -> list[str]:
     more.
     """
     fitting = {n: s.step_s for n, s in comparison.systems.items() if s.fits and n != "llm-only"}
-    job = comparison.job
-    planned = [name for name in fitting if _can_be_planned(name.removesuffix(ON_PIPELINE), job)]
+    planned = [name for name in fitting if _can_be_planned(_system_of(name), comparison.job)]
     if not planned:
         raise DoesNotFit(
             f"no system that was compared fits in {comparison.context.capacity_bytes / 1e9:.0f} GB",
