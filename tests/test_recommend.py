@@ -205,9 +205,9 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
         capacity_bytes=peak / 0.97,
     )
     slower = with_means(base, {"balanced-best": 1.0, "fsdp": 1.01, "optimus": 1.0})
-    assert "fsdp is simpler, but needs 97% of the memory, more than 95%" in slower.reasons
+    assert "fsdp is simpler, but needs 97.0% of the memory, more than 95%" in slower.reasons
     faster = with_means(base, {"balanced-best": 1.01, "fsdp": 1.0, "optimus": 1.01})
-    assert faster.reasons[0] == "fsdp takes 1 s, 1.0% less, but needs 97% of the memory, more than 95%"
+    assert faster.reasons[0] == "fsdp takes 1 s, 1.0% less, but needs 97.0% of the memory, more than 95%"
     perturbed = perturbed_steps({"fsdp": [1.1, 1.1, 1.0], "balanced-best": [1.0, 1.0, 1.0]})
     two = with_means(base, {"balanced-best": 1.0, "fsdp": 1.01})
     doubtful = replace(two, capacity_bytes=2 * peak, sure=perturbed.win_rate("balanced-best"))

@@ -96,7 +96,7 @@ class Recommendation:
                 reasons[name] = self._explain_cost_models(name)
             elif name in robust and is_simpler and mean_s <= limit_s:
                 share = self.systems[name].peak_bytes / self.capacity_bytes
-                reasons[name] = f"needs {share:.0%} of the memory, more than {NEARLY_FULL:.0%}"
+                reasons[name] = f"needs {share:.1%} of the memory, more than {NEARLY_FULL:.0%}"
         return reasons
 
     def _explain_cost_models(self, name: str) -> str:
