@@ -39,16 +39,18 @@ from optimus.planner.systems.today import TodaySystem
 from optimus.sensitivity import perturb
 from optimus.sensitivity.batch_steps import BatchStepTimes
 from optimus.sensitivity.recommend import (
-    NEARLY_FULL,
-    Recommendation,
     RecommendedPlan,
-    choose_simplest,
     compare_to_recommend,
-    compute_excess,
-    list_robust,
     plan_job,
     plan_recommended,
     recommend,
+)
+from optimus.sensitivity.recommendation import (
+    NEARLY_FULL,
+    Recommendation,
+    choose_simplest,
+    compute_excess,
+    list_robust,
 )
 from optimus.sensitivity.win_rate import PerturbedSteps, unperturbed_cost_model
 

@@ -7,7 +7,8 @@ from statistics import fmean
 from optimus.cli.text import wrap_text
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNoise
-from optimus.sensitivity.recommend import Recommendation, RecommendedPlan
+from optimus.sensitivity.recommend import RecommendedPlan
+from optimus.sensitivity.recommendation import Recommendation
 from optimus.sensitivity.win_rate import WinRate, WinRule
 
 
