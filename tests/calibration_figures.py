@@ -27,7 +27,6 @@ def assumptions_of(run: MeasuredRun) -> Assumptions:
         get_preset(run.preset),
         fused_attention=run.fused_attention,
         gather_copies=run.gather_copies is not False,
-        token_dispatcher=run.token_dispatcher,
     )
 
 

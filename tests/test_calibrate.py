@@ -153,3 +153,20 @@ def test_the_file_is_a_preset(
     )
     assert run(["simulate", "cpu/tiny-vl", "--preset", "mine.yaml"]) == USER_ERROR
     assert "mine.yaml:4 efficiency = -1" in capsys.readouterr().err
+    words = "format: optimus.stack/1\nname: x\nbase: mine.yaml\nefficiency: 1\ntraffic_scale: 1\n"
+    Path("mine.yaml").write_text(words)
+    assert run(["simulate", "cpu/tiny-vl", "--preset", "mine.yaml"]) == USER_ERROR
+    assert "mine.yaml:3 base = mine.yaml is a file" in capsys.readouterr().err
+    again = ["calibrate", "cpu/tiny-vl", "--run", "results.csv", "--preset", "mine.yaml"]
+    assert run(again) == USER_ERROR
+    assert "is a file of factors" in capsys.readouterr().err
+
+
+def test_the_dispatcher_of_experts_is_that_of_the_step() -> None:
+    job = find_job("qwen3-vl-235b", "h100:64", ["llm=pp8,tp1,ep8"])
+    steps = [
+        OwnStep(pp=8, ep=8, microbatch_sequences=1, recompute="full", token_dispatcher=kind, step_s=1.0)
+        for kind in ("alltoall", "flex")
+    ]
+    estimates = [find_recipe(step.job_at(job), get_preset("default")).estimate_s for step in steps]
+    assert estimates[1] < estimates[0], "a token is sent once to a rank and node, not to every expert"

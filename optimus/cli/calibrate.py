@@ -37,8 +37,8 @@ class CalibrateCommand:
         describe_option(
             metavar="RESULTS.csv",
             help="measured steps, a row each: step_s, and what of placement, gpus, tp, pp, cp, ep, chunks, "
-            "microbatch_sequences, sequences_per_step, schedule, reshard_after_forward, recompute and "
-            "tp_overlapped was not as the job and the planner have it",
+            "microbatch_sequences, sequences_per_step, schedule, reshard_after_forward, recompute, "
+            "tp_overlapped, ep_overlapped and token_dispatcher was not as the job and the planner have it",
         ),
     ]
     output: Annotated[
@@ -62,6 +62,9 @@ class CalibrateCommand:
                 problem="is not a .yaml file",
                 hint="end its name in .yaml",
             )
+        if self.preset.endswith(STACK_ENDINGS):
+            problem, hint = "is a file of factors", "name a preset: factors are fitted anew"
+            raise UserError(field="--preset", value=self.preset, problem=problem, hint=hint)
         measured = load_own_steps(self.run, find_job(self.job, self.on))
         steps = [step for step, _ in measured]
         base = get_preset(self.preset)

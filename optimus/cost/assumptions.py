@@ -148,7 +148,9 @@ class Stack:
 def get_preset(name: str) -> Assumptions:
     """Returns the set of assumptions called `name`, or that of a file of `optimus calibrate`."""
     if name.endswith(STACK_ENDINGS):
-        stack = read_typed(Stack, load_yaml(Path(name)))
+        stack = read_typed(Stack, root := load_yaml(Path(name)))
+        if stack.base.endswith(STACK_ENDINGS):
+            raise root["base"].error("is a file", "name a preset: factors are those of all of a stack")
         return replace(
             get_preset(stack.base),
             name=stack.name,

@@ -183,6 +183,8 @@ class OwnStep:
     reshard_after_forward: bool | None = None
     recompute: Recompute | None = None  # of all modules
     tp_overlapped: Share | None = None
+    ep_overlapped: Share | None = None
+    token_dispatcher: TokenDispatcher | None = None
     step_s: Amount
 
     def job_at(self, base: Job) -> Job:
@@ -203,6 +205,8 @@ class OwnStep:
                 reshard_after_forward=self.reshard_after_forward,
                 recompute=again,
                 tp_overlapped=self.tp_overlapped,
+                ep_overlapped=self.ep_overlapped,
+                token_dispatcher=self.token_dispatcher,
             ),
         )
 

@@ -100,7 +100,6 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
         assumptions,
         fused_attention=run.fused_attention,
         gather_copies=run.gather_copies is not False,
-        token_dispatcher=run.token_dispatcher,
     )
     candidate = find_recipe(run.job, assumed)
     result = candidate.search_result()
@@ -116,6 +115,8 @@ def predict_run(run: MeasuredRun, assumptions: Assumptions) -> PredictedRun:
 
 def find_recipe(job: Job, assumptions: Assumptions) -> SystemCandidate:
     """Returns the recipe that a job runs today; where several choices are left open, the fastest."""
+    if job.today is not None and job.today.token_dispatcher is not None:
+        assumptions = replace(assumptions, token_dispatcher=job.today.token_dispatcher)
     context, _ = choose_smallest_context(job, assumptions)
     candidates = list(TodaySystem().candidates(LlmPipelines(context)))
     return candidates[0] if len(candidates) == 1 else select_fastest(context, TodaySystem.name, candidates)
