@@ -63,7 +63,7 @@ def test_known_factors_are_found(job: Job) -> None:
 def test_a_step_without_traffic_tells_nothing_of_it() -> None:
     """On one GPU nothing is sent: only the factor of compute moves."""
     alone = find_job("cpu/tiny-vl", None)
-    step = OwnStep(gpus=1, microbatch_sequences=1, step_s=1.0)
+    step = OwnStep(gpus=1, pp=1, microbatch_sequences=1, step_s=1.0)
     one = step.job_at(alone)
     fitted = calibrate_stack([one], [2 * simulate_s(one, [0, 0])], get_preset("default"))
     assert fitted.assumptions.traffic_scale == pytest.approx(1.0, abs=1e-6)
@@ -109,6 +109,15 @@ def test_a_recipe_is_that_of_the_row(tmp_path: Path, job: Job) -> None:
     assert other.workload.sequences_per_step == job.workload.sequences_per_step
 
 
+def test_axes_that_are_left_out_are_those_of_the_job() -> None:
+    stated = find_job("siglip-so400m-8b", "h100:8", ["llm=pp2,tp4"])
+    for step, pp, tp in ((OwnStep(step_s=1.0), 2, 4), (OwnStep(tp=2, step_s=1.0), 2, 2)):
+        today = step.job_at(stated).today
+        assert today is not None and (today.llm.pp, today.llm.tp, today.llm.cp) == (pp, tp, 1)
+    alone = OwnStep(step_s=1.0).job_at(find_job("siglip-so400m-8b", "h100:8")).today
+    assert alone is not None and (alone.llm.pp, alone.llm.tp) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -119,7 +128,7 @@ def test_a_recipe_is_that_of_the_row(tmp_path: Path, job: Job) -> None:
         ("tp,step_s\n2,-1\n", "results.csv:2 step_s = -1"),
         ("tp,placement,step_s\n2,stage1,1\n", "results.csv:2 placement = stage1"),
         ("tp\n2\n", "results.csv:2 step_s"),
-        ("tp,step_s\n3,1\n", "results.csv:2 row has 3 GPUs a replica, which do not divide 2 GPUs"),
+        ("tp,pp,step_s\n3,1,1\n", "results.csv:2 row has 3 GPUs a replica, which do not divide 2 GPUs"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused_by_line(
@@ -138,7 +147,7 @@ def test_the_file_is_a_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("results.csv").write_text("name,gpus,tp,step_s\n'one' \"a\",2,1,0.4\nb,2,2,0.5\n")
+    Path("results.csv").write_text("name,gpus,tp,pp,step_s\n'one' \"a\",2,1,1,0.4\nb,2,2,1,0.5\n")
     assert run(["calibrate", "cpu/tiny-vl", "--run", "results.csv", "-o", "mine.yaml", "--json"]) == OK
     result = json.loads(capsys.readouterr().out)
     assert result["points"] == 2 and len(result["steps"]) == 2

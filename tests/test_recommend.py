@@ -233,7 +233,7 @@ def test_what_is_passed_over_is_said(planned: RecommendedPlan) -> None:
 def test_a_plan_around_a_pipeline_stands_for_one_around_a_sharded_llm(
     planned: RecommendedPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it takes less in the mean of the cost models, though more as costs are assumed."""
+    """It takes less in the mean of the cost models, though more as costs are assumed."""
     comparison = planned.comparison
     pipeline = replace(comparison.systems["balanced"], name="optimus")
     sharded = replace(comparison.systems["optimus"])

@@ -166,17 +166,18 @@ def load_recipes() -> tuple[Recipe, ...]:
 class OwnStep:
     """A step that a user has measured of a job, and the recipe that it ran with.
 
-    What is left out is the job's, or chosen as for other systems.
+    An axis that is left out is the job's, or 1; what else is left out is the job's, or chosen as for other
+    systems.
     """
 
     name: str | None = None
     placement: CurrentPlacement = "stage0"  # of the encoders
     gpus: Count | None = None
-    tp: Count = 1
-    pp: Count = 1
-    cp: Count = 1
-    ep: Count = 1
-    chunks: Count = 1
+    tp: Count | None = None
+    pp: Count | None = None
+    cp: Count | None = None
+    ep: Count | None = None
+    chunks: Count | None = None
     microbatch_sequences: Count | None = None
     sequences_per_step: Count | None = None
     schedule: CurrentSchedule | None = None
@@ -189,7 +190,9 @@ class OwnStep:
 
     def job_at(self, base: Job) -> Job:
         """Returns the job at this recipe; without the step, on which it would be calibrated."""
-        axes = {axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")}
+        stated = base.layout.of("llm").stated()
+        axes = {axis: getattr(self, axis) or stated.get(axis, 1) for axis in ("pp", "cp", "ep", "tp")}
+        chunks = self.chunks or stated.get("chunks", 1)
         batch = self.sequences_per_step or base.workload.sequences_per_step
         again = {} if self.recompute is None else {m.name: self.recompute for m in base.model.modules}
         return replace(
@@ -198,7 +201,7 @@ class OwnStep:
             workload=replace(base.workload, sequences_per_step=batch),
             layout=replace(base.layout, modules={"llm": PartialLayout(**axes)}),
             today=CurrentRun(
-                llm=PartialLayout(**axes, chunks=self.chunks),
+                llm=PartialLayout(**axes, chunks=chunks),
                 placement=self.placement,
                 microbatch_sequences=self.microbatch_sequences,
                 schedule=self.schedule,
@@ -214,7 +217,7 @@ class OwnStep:
     def label(self) -> str:
         """Its name, or else what tells it from other steps."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "tp", "cp", "ep", "chunks")}
-        layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+        layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size is not None)
         return self.name or " ".join(filter(None, (self.placement, layout)))
 
 
@@ -248,7 +251,9 @@ def _read_own_step(header: list[str], row: list[str], base: Job) -> tuple[OwnSte
         raise UserError(field="row", problem=problem, hint="leave cells empty, not out")
     cells = {name: _parse(cell.strip()) for name, cell in zip(header, row, strict=True) if cell.strip()}
     step = read_typed(OwnStep, make_argument_node("row", cells))
-    job, replica = step.job_at(base), step.pp * step.cp * step.tp
+    job = step.job_at(base)
+    axes = job.layout.of("llm").stated()
+    replica = axes["pp"] * axes["cp"] * axes["tp"]
     if job.cluster.gpus % replica or job.workload.sequences_per_step < job.cluster.gpus // replica:
         counts = f"{job.cluster.gpus} GPUs into replicas for {job.workload.sequences_per_step} sequences"
         raise UserError(

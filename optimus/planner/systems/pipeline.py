@@ -302,7 +302,7 @@ class PipelineCandidate(BaseCandidate):
 
     @cached_property
     def stage_bytes(self) -> StageBytes:
-        """What a rank of every stage holds, and what every chunk saves."""
+        """Bytes that a rank of every stage holds, and that every chunk saves."""
         return self.sums.stage_bytes(self.cut, self.layout.pp)
 
     @cached_property
