@@ -91,8 +91,7 @@ class Instance(ColocationCandidate):
 
     def ours(self) -> FillResult:
         """The best of the shifts that the search tries."""
-        unshifted = ScheduledCandidate(candidate=self, arranged=self.fill.schedule_encoders(0.0))
-        return ColocationSearch(self.context, self.llm)._search_shift(unshifted).arranged
+        return ColocationSearch(self.context, self.llm)._search_shift(ScheduledCandidate.of(self)).arranged
 
     def starts(self, filled: FilledPlan) -> Ints:
         """When every line of the fill begins in a plan, in units."""

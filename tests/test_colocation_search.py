@@ -24,7 +24,12 @@ from optimus.planner.layouts import choose_smallest_context, valid_encoder_layou
 from optimus.planner.systems.base import simulate_step_s
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus, split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
-from optimus.planner.systems.colocation_search import PIECES_PER_BLOCK, ColocationSearch, move_layer
+from optimus.planner.systems.colocation_search import (
+    PIECES_PER_BLOCK,
+    ColocationSearch,
+    move_layer,
+    schedule_on_all_cores,
+)
 from optimus.planner.systems.llm_only import LlmPipelines, ShardedLlm, build_llm_pipeline
 from optimus.planner.systems.optimus import OptimusSearch
 from optimus.schedule.pipeline_orders import peak_microbatches_in_flight
@@ -382,3 +387,36 @@ def test_chunks_left_open_are_also_halved() -> None:
     best = OptimusSearch(context, floors.for_colocation).find_plan()
     assert best.llm.layout.chunks == 10
     assert best.filled.step_s < OptimusSearch(context, floors.floors).find_plan().filled.step_s
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_schedule_is_shorter_than_its_compute(seed: int) -> None:
+    """What lets candidates be left out unscheduled; some schedules are nearly that short."""
+    rng = Random(seed)
+    job = random_job(rng)
+    if not job.model.encoders:
+        pytest.skip("no encoder to place")
+    context = random_setting(rng, job)
+    search = ColocationSearch(context, build_llm_pipeline(context))
+    for scheduled in search.schedule_common_layouts():
+        rounding_s = 1e-12 * scheduled.lines  # plans state picoseconds
+        lowered = scheduled.candidate.plan(scheduled.arranged)
+        assert scheduled.candidate.work_s <= min(scheduled.step_s, lowered.step_s) + rounding_s
+    assert not search.schedule_layouts(6, below_s=0.0)
+
+
+def test_two_cores_find_what_one_does() -> None:
+    """Schedules, shifts and refinements that another process computed are made again, and are the same."""
+    context, _ = choose_smallest_context(find_job("paper/small-a100"), get_preset("default"))
+    found = []
+    for cores in (1, 2):
+        own = replace(context, cores=cores)
+        search = ColocationSearch(own, build_llm_pipeline(own))
+        common = search.schedule_common_layouts()
+        refined = [
+            each
+            for each, _ in schedule_on_all_cores([(search, c) for c in common[:3]], ColocationSearch.refine)
+        ]
+        found.append([(c.placements, c.shift_s, c.step_s, c.late_s, c.lines) for c in (*common, *refined)])
+        assert all(c.candidate.step_s(c.arranged) == c.step_s for c in (*common, *refined))
+    assert found[0] == found[1] and len(found[0]) > 3

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optimus.cli.deal import format_ways
+from optimus.data import dealing
 from optimus.data.compare_dealing import WAYS, DealingResult, compare_dealing, count_batches
 from optimus.data.dealing import DealtItems, deal_items, deal_sequences
 
@@ -102,6 +103,24 @@ def test_one_column_is_within_four_thirds_of_the_best(costs: list[float], pipeli
     best = min(max(np.bincount(place, costs, pipelines)) for place in places)
     fullest = max(deal_items([costs], [range(pipelines)]).loads[0])
     assert fullest <= best * (4 / 3 - 1 / (3 * pipelines)) + 1e-9
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.lists(st.integers(1, 9).map(float), max_size=12), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_few_items_are_dealt_as_many_are(costs: Lengths, own: list[int], locked: bool) -> None:
+    """The same loops, compiled for many items; with ties."""
+    few, many = dealing.COMPILE_FROM_ITEMS, 0
+    dealt = []
+    for dealing.COMPILE_FROM_ITEMS in (10**9, many):
+        dealt.append(deal_items(costs, [own] * len(costs), locked=locked))
+    dealing.COMPILE_FROM_ITEMS = few
+    plain, compiled = dealt
+    assert plain.bins == compiled.bins
+    assert [loads.tolist() for loads in plain.loads] == [loads.tolist() for loads in compiled.loads]
 
 
 def test_columns_that_all_wait_for_are_dealt_by_themselves() -> None:

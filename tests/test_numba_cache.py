@@ -11,13 +11,13 @@ import numba
 import pytest
 from service_user import NOBODY, run
 
-import optimus.schedule._numba as subject
+import optimus.compiled as subject
+from optimus.compiled import announce_first_compilation, find_private_directory, njit_cached
 from optimus.environment import cache_candidates
-from optimus.schedule._numba import announce_first_compilation, find_private_directory, njit_cached
 
 # A process that uses a compiled function: prints where a compilation will be kept, then what it computed.
 SCRIPT = """
-from optimus.schedule._numba import announce_first_compilation, njit_cached
+from optimus.compiled import announce_first_compilation, njit_cached
 
 @njit_cached
 def total(n):
@@ -159,7 +159,7 @@ def test_without_a_cache_it_compiles_all_the_same(
 
 
 def test_importing_it_does_not_import_numba(tmp_path: Path) -> None:
-    lines = run("import sys, optimus.schedule._numba; print('numba' in sys.modules)", tmp_path, {})
+    lines = run("import sys, optimus.compiled; print('numba' in sys.modules)", tmp_path, {})
     assert lines == ["False"]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,6 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_memory import setting_of
 
+from optimus.cost.assumptions import get_preset
+from optimus.ir.ranks import LLM
+from optimus.job.read import find_job
+from optimus.planner.layouts import choose_smallest_context
+from optimus.planner.systems.pipeline import PipelineCandidate, find_least_recomputed
 from optimus.planner.systems.pipeline_search import (
     cut_proportionally,
     minimize_largest_stage,
@@ -66,3 +74,70 @@ def test_stage0_holds_all_encoders_and_an_even_share_of_the_llm(name: str) -> No
     blocks = [sum(place in inside for place in range(a, b)) for a, b in pairwise(cut)]
     assert sum(blocks) == context.job.model.llm.stack.layers
     assert max(blocks) - min(blocks) <= 1
+
+
+def test_the_least_recomputation_that_fits_is_that_of_all_policies_in_order() -> None:
+    """Three encoders and the LLM, so 81 policies, on GPUs of every size from too small to large enough."""
+    context, _ = choose_smallest_context(find_job("omni-3", "h100:64"), get_preset("default"))
+    modules = context.job.model.modules
+    (*_, most), sizes = context.recompute_policies(modules), set[int | None]()
+
+    def build(policy: tuple[tuple[str, str], ...], free_bytes: float = 0.0) -> PipelineCandidate:
+        layers = context.layers(modules, 1, policy)
+        return PipelineCandidate(
+            context=replace(context, kept_free_bytes=free_bytes),
+            layers=layers,
+            cut=cut_proportionally([1.0] * len(layers), context.layout.pp),
+            order_name="1f1b",
+            microbatches=8,
+            layout=context.layout,
+            sequences=1,
+            policy=policy,
+        )
+
+    policies = list(context.recompute_policies(modules))
+    least, largest = build(most).least_bytes, max(build(policy).peak_bytes for policy in policies)
+    for step in range(13):
+        free_bytes = context.capacity_bytes - (least + (largest - least) * step / 12)
+        every = (number for number, policy in enumerate(policies) if build(policy, free_bytes).fits)
+        found = find_least_recomputed(
+            context.recompute_ladders(modules), partial(build, free_bytes=free_bytes), lambda c: c.fits
+        )
+        expected = next(every, None)
+        sizes.add(expected)
+        assert expected == (None if found is None else policies.index(found.policy))
+    assert None in sizes and 0 in sizes and len(sizes) >= 5
+
+
+@pytest.mark.parametrize("name", ["paper/strong-3072", "omni-3", "internvl3-78b", "siglip-so400m-8b"])
+def test_no_less_recomputation_needs_less_than_the_bound(name: str) -> None:
+    """What lets policies be passed over: on a pipeline of all modules, of every policy."""
+    job = find_job(name) if "/" in name else find_job(name, "h100:64")
+    context, _ = choose_smallest_context(job, get_preset("default"))
+    modules = context.job.model.modules
+    order = {step: number for number, step in enumerate(("none", "selective", "full"))}
+
+    def pipelines() -> Iterator[PipelineCandidate]:
+        for policy in context.recompute_policies(modules):
+            layers = context.layers(modules, 1, policy)
+            cut = cut_proportionally([1.0] * len(layers), context.layout.pp)
+            yield PipelineCandidate(
+                context=context,
+                layers=layers,
+                cut=cut,
+                order_name="1f1b",
+                microbatches=8,
+                layout=context.layout,
+                sequences=1,
+                policy=policy,
+            )
+
+    every = list(pipelines())
+    compared = 0
+    for one in every:
+        for other in every:
+            pairs = zip(one.policy, other.policy, strict=True)
+            if all(order[more] >= order[less] for (_, more), (_, less) in pairs):
+                assert one.least_bytes <= other.mean_bytes
+                compared += 1
+    assert compared > len(every) and LLM in dict(every[0].policy)

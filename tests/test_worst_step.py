@@ -198,15 +198,11 @@ def test_a_search_deals_every_step_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == {"deal_evenly": 2 * STEPS, "deal_items": STEPS * len(shapes)}
 
 
-def scheduled(candidate: ColocationCandidate) -> ScheduledCandidate:
-    return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.schedule_encoders(0.0))
-
-
 def test_a_layout_that_fits_at_the_mean_alone_is_refused() -> None:
     context, _ = choose_smallest_context(job(), get_preset("default"))
     llm = LlmPipelines(context).floor
     candidate = ColocationSearch(context, llm).schedule_common_layouts()[0].candidate
-    filled = candidate.lowered(scheduled(candidate).arranged)
+    filled = candidate.lowered(candidate.fill.schedule_encoders(0.0))
     mean = max(held.peak for held in filled.memory)
     heavy = candidate.peak_bytes_at_p99(filled)
     assert mean < heavy <= candidate.peak_bytes_bound
@@ -215,7 +211,7 @@ def test_a_layout_that_fits_at_the_mean_alone_is_refused() -> None:
         tight = replace(context, kept_free_bytes=context.capacity_bytes - capacity)
         rejected: list[RejectedLayout] = []
         again = ColocationCandidate(tight, llm, candidate.placements)
-        found = _first_that_fits([scheduled(again)], rejected)
+        found = _first_that_fits([ScheduledCandidate.of(again)], rejected)
         assert (found is None) == bool(reason) == bool(rejected)
         assert not reason or reason in rejected[0].reason
         assert ("p99" in reason) == any("p99" in each.reason for each in rejected)

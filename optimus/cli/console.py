@@ -90,7 +90,7 @@ def exceptions_from_signals() -> Iterator[None]:
 @contextmanager
 def announce_compilation() -> Iterator[None]:
     """Prints a line on standard error when the timeline's loop is compiled, once per installation."""
-    from optimus.schedule._numba import announce_first_compilation
+    from optimus.compiled import announce_first_compilation
 
     def say(kept_in: Path | None) -> None:
         where = (

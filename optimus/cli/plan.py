@@ -39,6 +39,8 @@ from optimus.errors import UserError
 from optimus.render.format_numbers import format_gigabytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from optimus.job.job import Job
     from optimus.job.layout import Layout
     from optimus.job.model import Model
@@ -130,10 +132,22 @@ class PlanCommand:
         return job, output
 
     def _compare(self, job: Job) -> tuple[Comparison, float]:
-        """Compares all systems and prints the first table; returns the seconds until then too."""
+        """Compares all systems; returns the seconds until the first table, too.
+
+        The table of systems that fill no bubbles is printed as soon as they are known, then others' rows.
+        """
         from optimus.cost.assumptions import get_preset
 
         begin = time.monotonic()
+        known: list[Comparison] = []
+        first_table_s: list[float] = []
+
+        def report_known(comparison: Comparison) -> None:
+            known.append(comparison)
+            first_table_s.append(time.monotonic() - begin)
+            if not self.json:
+                print_lines(_first_table(comparison))
+
         assumptions, profile = get_preset(self.preset), load_optional_profile(self.profile)
         with progress_bar("planning") as progress, announce_compilation():
             from optimus.sensitivity.recommend import compare_to_recommend
@@ -147,10 +161,11 @@ class PlanCommand:
                 effort=self.effort,
                 cores=usable_cores(),
                 progress=progress,
+                report_known=report_known,
             )
         if not self.json:
-            print_lines(_comparison_text(comparison))
-        return comparison, time.monotonic() - begin
+            print_lines(_complete_table(known[0], comparison))
+        return comparison, first_table_s[0]
 
     def _plan(self, comparison: Comparison) -> RecommendedPlan:
         """Recommends a system, over drawn batches and perturbed cost models, and plans it."""
@@ -269,11 +284,20 @@ def _plan_json(planned: RecommendedPlan) -> dict[str, object]:
     }
 
 
-def _comparison_text(comparison: Comparison) -> list[str]:
-    """Returns the job and the table of systems, all at the mean of the data."""
+def _first_table(comparison: Comparison) -> list[str]:
+    """Returns the job and the table of the first systems, at the mean of the data."""
     from optimus.cli.comparison import format_header, format_job
 
-    return [*format_job(comparison), *format_header(comparison), "", *_table(comparison), ""]
+    return [*format_job(comparison), *format_header(comparison), "", *_rows(comparison, comparison.systems)]
+
+
+def _complete_table(known: Comparison, comparison: Comparison) -> list[str]:
+    """Returns the rows of the other systems, aligned with those known before, and remarks."""
+    others = [name for name in comparison.systems if name not in known.systems]
+    if known.floor_s != comparison.floor_s:  # another system showed a faster LLM
+        return ["", *_rows(comparison, comparison.systems), *_remarks(comparison), ""]
+    above = len(_rows(comparison, known.systems))
+    return [*_rows(comparison, [*known.systems, *others])[above:], *_remarks(comparison), ""]
 
 
 def _plan_text(planned: RecommendedPlan) -> list[str]:
@@ -328,12 +352,15 @@ WHERE_ENCODERS_RUN = (
 )
 
 
-def _table(comparison: Comparison) -> list[str]:
-    from optimus.cli.comparison import TP_SHARE, TP_SHARE_REMARK
+def _rows(comparison: Comparison, names: Iterable[str]) -> list[str]:
+    """Returns the header and a row for every system: the fastest first, but those that fill bubbles last."""
+    from optimus.cli.comparison import TP_SHARE
+    from optimus.planner.systems.registry import fills_bubbles
 
     header = ["system", "step s", "over floor", "peak GB", "MFU %", f"TP {TP_SHARE}"]
     rows = []
-    for name, system in sorted(comparison.systems.items(), key=lambda item: item[1].step_s):
+    systems = [(name, comparison.systems[name]) for name in names]
+    for name, system in sorted(systems, key=lambda item: (fills_bubbles(item[0]), item[1].step_s)):
         rows.append(
             [
                 f"{name} (floor)" if name == "llm-only" else name,
@@ -346,8 +373,13 @@ def _table(comparison: Comparison) -> list[str]:
         )
         if system.measured_step_s is not None:
             rows.append(_measured(comparison, system))
-    lines = align_columns(header, rows)
-    lines += wrap_remark(f"Steps at the mean of the data, memory at p99 of steps. {TP_SHARE_REMARK}")
+    return align_columns(header, rows)
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    from optimus.cli.comparison import TP_SHARE_REMARK
+
+    lines = wrap_remark(f"Steps at the mean of the data, memory at p99 of steps. {TP_SHARE_REMARK}")
     lines += wrap_remark(WHERE_ENCODERS_RUN)
     if any(not system.fits for system in comparison.systems.values()):
         lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")

@@ -10,19 +10,21 @@ that varies.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
-from math import inf
+from typing import Any
 
 import numpy as np
 
+from optimus.compiled import njit_cached
 from optimus.ir.op import Floats, Ints
 from optimus.job.workload import Workload
 
 SWAPS = 4  # at most, per pipeline
 MAX_REPLICAS = 8  # that deal to each other: more make loads hardly more even
+COMPILE_FROM_ITEMS = 32  # in a step: loading the compiled loops, 0.5 s, is not worth it for fewer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,103 +154,132 @@ def deal_items(
     pipelines are `locked`, all wait for the fullest in every column, and each column is dealt by itself.
     """
     assert len(costs) == len(pipelines), f"{len(costs)} columns of items, and {len(pipelines)} of bins"
-    if locked and len(costs) > 1:
-        alone = [deal_items([items], [own]) for items, own in zip(costs, pipelines, strict=True)]
-        return DealtItems(
-            bins=tuple(chain.from_iterable(each.bins for each in alone)),
-            loads=tuple(loads for each in alone for loads in each.loads),
-            pipelines=tuple(map(tuple, pipelines)),
-        )
-    count = 1 + max(max(of_column) for of_column in pipelines)
-    mean = sum(map(sum, costs)) / sum(map(len, pipelines))
-    ahead = [0.0] * count  # of the mean, by pipeline
-    owned: list[dict[int, list[int]]] = []  # by column and pipeline: items
-    for of_column, of_items in zip(pipelines, costs, strict=True):
-        for pipeline in of_column:
-            ahead[pipeline] -= mean
-        heap = [(ahead[pipeline], pipeline) for pipeline in dict.fromkeys(of_column)]
-        heapq.heapify(heap)
-        owned.append({pipeline: [] for _, pipeline in heap})
-        for item in sorted(range(len(of_items)), key=of_items.__getitem__, reverse=True):
-            load, pipeline = heap[0]
-            heapq.heapreplace(heap, (load + of_items[item], pipeline))
-            owned[-1][pipeline].append(item)
-        for load, pipeline in heap:
-            ahead[pipeline] = load
-    _swap_items(costs, owned, ahead)
-    bins: list[int] = []
-    loads = []
-    for of_column, of_items, of_pipelines in zip(pipelines, costs, owned, strict=True):
-        places, filled = _fill_bins(of_column, of_items, of_pipelines)
-        bins += places
-        loads.append(np.array(filled))
-    return DealtItems(bins=tuple(bins), loads=tuple(loads), pipelines=tuple(map(tuple, pipelines)))
+    of_items = np.fromiter(chain.from_iterable(costs), np.float64)
+    of_bins = np.fromiter(chain.from_iterable(pipelines), np.int64)
+    columns = _offsets(costs), _offsets(pipelines), 1 if locked else len(costs)
+    loops = _compile_loops() if len(of_items) >= COMPILE_FROM_ITEMS else LOOPS
+    give_items, even_totals, fill_bins = loops
+    owner, turn = np.zeros((2, len(of_items)), np.int64)
+    ahead = np.zeros((len(costs) // columns[-1], 1 + int(of_bins.max())))
+    give_items(of_items, of_bins, *columns, owner, turn, ahead)
+    even_totals(of_items, of_bins, *columns, owner, turn, ahead)
+    bins, loads = fill_bins(of_items, of_bins, *columns[:2], owner, turn)
+    return DealtItems(
+        bins=tuple(bins.tolist()),
+        loads=tuple(np.split(loads, columns[1][1:-1])),
+        pipelines=tuple(map(tuple, pipelines)),
+    )
 
 
-def _swap_items(
-    costs: Sequence[Sequence[float]], owned: Sequence[dict[int, list[int]]], ahead: list[float]
+def _offsets(columns: Sequence[Sequence[Any]]) -> Ints:
+    return np.cumsum([0, *map(len, columns)])
+
+
+def _give_items(
+    costs: Floats,
+    pipelines: Ints,
+    item_offset: Ints,
+    bin_offset: Ints,
+    together: int,
+    owner: Ints,
+    turn: Ints,
+    ahead: Floats,
+) -> None:
+    """Fills the pipeline of every item, its turn in the column, and how far pipelines end ahead of the mean.
+
+    Columns are dealt `together` in blocks of so many.
+    """
+    for column in range(len(item_offset) - 1):
+        block = column // together
+        first, end = block * together, (block + 1) * together
+        total = costs[item_offset[first] : item_offset[end]].sum()
+        own = pipelines[bin_offset[column] : bin_offset[column + 1]]
+        for pipeline in own:
+            ahead[block, pipeline] -= total / (bin_offset[end] - bin_offset[first])
+        begin = item_offset[column]
+        heaviest_first = begin + np.argsort(-costs[begin : item_offset[column + 1]], kind="mergesort")
+        for number, item in enumerate(heaviest_first):
+            least = own[0]
+            for pipeline in own:
+                more = ahead[block, pipeline] - ahead[block, least]
+                if more < 0 or (more == 0 and pipeline < least):
+                    least = pipeline
+            owner[item], turn[item] = least, number
+            ahead[block, least] += costs[item]
+
+
+def _even_totals(
+    costs: Floats,
+    pipelines: Ints,
+    item_offset: Ints,
+    bin_offset: Ints,
+    together: int,
+    owner: Ints,
+    turn: Ints,
+    ahead: Floats,
 ) -> None:
     """Evens totals: the fullest and the emptiest pipeline swap two items of one column, the last that helps.
 
-    The best swap of a column halves the gap; one that removes a quarter of it is taken.
+    An item may go without another in return. The best swap of a column halves the gap; one that removes a
+    quarter of it is taken.
     """
-    for _ in range(SWAPS * len(ahead)):
-        fullest, emptiest = ahead.index(max(ahead)), ahead.index(min(ahead))
-        gap = ahead[fullest] - ahead[emptiest]
-        for of_items, of_pipelines in zip(reversed(costs), reversed(owned), strict=True):
-            more, less = of_pipelines.get(fullest), of_pipelines.get(emptiest)
-            if more is None or less is None:
-                continue
-            moved, one, two = _choose_swap(of_items, more, less, gap / 2)
-            if moved > 0 and gap / 4 <= moved <= gap * 3 / 4:
-                more.remove(one)
-                less.append(one)
-                if two >= 0:
-                    less.remove(two)
-                    more.append(two)
-                ahead[fullest] -= moved
-                ahead[emptiest] += moved
+    turns = len(costs)
+    for block in range(len(ahead)):
+        swaps = SWAPS * ahead.shape[1]
+        while swaps > 0:
+            swaps -= 1
+            fullest, emptiest = ahead[block].argmax(), ahead[block].argmin()
+            gap = ahead[block, fullest] - ahead[block, emptiest]
+            column, swapped = (block + 1) * together - 1, False
+            while column >= block * together and not swapped:
+                begin = item_offset[column]
+                by_turn = begin + np.argsort(turn[begin : item_offset[column + 1]], kind="mergesort")
+                more, less = by_turn[owner[by_turn] == fullest], by_turn[owner[by_turn] == emptiest]
+                shared = (pipelines[bin_offset[column] : bin_offset[column + 1]] == emptiest).any()
+                least, moved, one, two = np.inf, 0.0, -1, -1
+                for gone in more if shared else more[:0]:
+                    for place in range(len(less) + 1):
+                        back = less[place] if place < len(less) else -1
+                        load = costs[gone] - (costs[back] if back >= 0 else 0.0)
+                        if abs(load - gap / 2) < least:
+                            least, moved, one, two = abs(load - gap / 2), load, gone, back
+                if moved > 0 and gap / 4 <= moved <= gap * 3 / 4:
+                    owner[one], turn[one] = emptiest, turns
+                    if two >= 0:
+                        owner[two], turn[two] = fullest, turns
+                    turns += 1
+                    ahead[block, fullest] -= moved
+                    ahead[block, emptiest] += moved
+                    swapped = True
+                column -= 1
+            if not swapped:
                 break
-        else:
-            return
-
-
-def _choose_swap(
-    costs: Sequence[float], more: Sequence[int], less: Sequence[int], wanted: float
-) -> tuple[float, int, int]:
-    """Returns the load that a swap moves, the item that goes, and that which comes back (-1: none).
-
-    Of all swaps, the one whose load is closest to what is wanted; the first of several.
-    """
-    returned = [*((two, costs[two]) for two in less), (-1, 0.0)]
-    least, chosen = inf, (0.0, 0, 0)
-    for one in more:
-        cost = costs[one]
-        for two, back in returned:
-            off = abs(cost - back - wanted)
-            if off < least:
-                least, chosen = off, (cost - back, one, two)
-    return chosen
 
 
 def _fill_bins(
-    pipelines: Sequence[int], costs: Sequence[float], owned: Mapping[int, Sequence[int]]
-) -> tuple[list[int], list[float]]:
-    """Returns the bin of every item of a column and every bin's load: each to its pipeline's emptiest."""
-    filled, places = [0.0] * len(pipelines), [0] * len(costs)
-    if len(owned) == len(pipelines):  # one bin each
-        for place, pipeline in enumerate(pipelines):
-            filled[place] = sum(costs[item] for item in owned[pipeline])
-            for item in owned[pipeline]:
-                places[item] = place
-        return places, filled
-    own_bins: dict[int, list[int]] = {}
-    for number, pipeline in enumerate(pipelines):
-        own_bins.setdefault(pipeline, []).append(number)
-    for pipeline, items in owned.items():
-        own = own_bins[pipeline]
-        for item in sorted(items, key=costs.__getitem__, reverse=True) if len(own) > 1 else items:
-            place = min(own, key=filled.__getitem__) if len(own) > 1 else own[0]
-            filled[place] += costs[item]
-            places[item] = place
-    return places, filled
+    costs: Floats, pipelines: Ints, item_offset: Ints, bin_offset: Ints, owner: Ints, turn: Ints
+) -> tuple[Ints, Floats]:
+    """Returns the bin of every item in its column, and the loads: each to its pipeline's emptiest."""
+    bins, loads = np.zeros(len(costs), np.int64), np.zeros(len(pipelines))
+    for column in range(len(item_offset) - 1):
+        begin, first = item_offset[column], bin_offset[column]
+        own = pipelines[first : bin_offset[column + 1]]
+        by_turn = begin + np.argsort(turn[begin : item_offset[column + 1]], kind="mergesort")
+        for item in by_turn[np.argsort(-costs[by_turn], kind="mergesort")]:
+            emptiest = -1
+            for place in range(len(own)):
+                if own[place] == owner[item] and (
+                    emptiest < 0 or loads[first + place] < loads[first + emptiest]
+                ):
+                    emptiest = place
+            bins[item] = emptiest
+            loads[first + emptiest] += costs[item]
+    return bins, loads
+
+
+LOOPS: tuple[Callable[..., Any], ...] = (_give_items, _even_totals, _fill_bins)
+
+
+@cache
+def _compile_loops() -> tuple[Callable[..., Any], ...]:
+    return tuple(map(njit_cached, LOOPS))

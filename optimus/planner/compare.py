@@ -17,7 +17,7 @@ from optimus.errors import DoesNotFit, UserError, nearest
 from optimus.job.job import Job
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
-from optimus.planner.forked import Forked
+from optimus.planner.forked import Forked, compute_by_key
 from optimus.planner.layouts import is_llm_layout_stated, rank_llm_layouts
 from optimus.planner.systems.base import SIMULATE_WITHIN, SimulatedSystem, simulate_step_s
 from optimus.planner.systems.fsdp import FsdpSystem
@@ -84,13 +84,15 @@ def compare_systems(
     also_on_pipelines: bool = False,
     cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    report_known: Callable[[Comparison], None] = lambda comparison: None,
 ) -> Comparison:
     """Simulates the job under each named system (by default all that apply and schedule no encoder work).
 
     Each is taken at the best of the layouts that the job leaves open. `effort` multiplies the budgets of
     searches: layouts that are compared, cuts and encoder schedules that are tried. With `also_on_pipelines`,
     systems whose best plan is around a fully sharded LLM are searched around its pipelines too. With more
-    than one core some systems are simulated in a process of their own; the answer is the same.
+    than one core processes share the work; the answer is the same. `report_known` gets the comparison of all
+    systems that contain no others, before the others are searched, which takes longer.
     """
     begin = time.monotonic()
     assumed = get_preset(assumptions) if isinstance(assumptions, str) else assumptions
@@ -100,13 +102,13 @@ def compare_systems(
     if job.today is not None and job.today.token_dispatcher is not None:  # it is the trainer's, on any layout
         assumed = replace(assumed, token_dispatcher=job.today.token_dispatcher)
     checked = _check_names(job, names)
-    ranked = rank_llm_layouts(job, assumed, profile, progress, effort=effort)
+    ranked = rank_llm_layouts(job, assumed, profile, progress, effort=effort, cores=cores)
     calibration = calibrate_on_measured_step(ranked.contexts[0])
     if calibration is not None:
         assumed = assumed.scaled(calibration.scale)
     contexts = [context.with_assumptions(assumed) for context in ranked.contexts]
-    searched = [LlmPipelines(replace(context, effort=effort)) for context in contexts]
-    best = _BestOverLayouts(checked, searched, progress)
+    searched = [LlmPipelines(replace(context, effort=effort, cores=cores)) for context in contexts]
+    best = _BestOverLayouts(checked, searched, progress, also_on_pipelines=also_on_pipelines)
     fastest_llm = best.price_llm_alone()
     on_other_core = [name for name in checked if name in ON_OTHER_CORE]
     silent = best.without_progress() if cores > 1 else best
@@ -116,29 +118,33 @@ def compare_systems(
             [name for name in checked if name not in on_other_core and not load_system(name).contains]
         )
         best.add(other.result())
-    outcomes = {name: best.simulate(name) for name in checked}
-    on_pipelines = best.simulate_on_pipelines(checked) if also_on_pipelines else {}
-    llm_only = _lower_floor(llm_only, [*outcomes.values(), *on_pipelines.values()])
-    if LlmOnlySystem.name in outcomes:
-        outcomes[LlmOnlySystem.name] = llm_only
-    return Comparison(
-        job=job,
-        assumptions=assumed,
-        context=fastest_llm.context,
-        systems={name: system for name, system in outcomes.items() if isinstance(system, SimulatedSystem)},
-        missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
-        llm_only=llm_only,
-        floor_1f1b_s=floor_1f1b_s,
-        rejected=ranked.rejected,
-        considered=ranked.considered,
-        compared=len(searched),
-        search_s=time.monotonic() - begin,
-        calibration=calibration,
-        on_pipelines=on_pipelines,
-    )
+
+    def compare(outcomes: dict[str, SimulatedSystem | str]) -> Comparison:
+        floor = _lower_floor(llm_only, [*outcomes.values(), *best.on_pipelines.values()])
+        if LlmOnlySystem.name in outcomes:
+            outcomes[LlmOnlySystem.name] = floor
+        return Comparison(
+            job=job,
+            assumptions=assumed,
+            context=fastest_llm.context,
+            systems={name: each for name, each in outcomes.items() if isinstance(each, SimulatedSystem)},
+            missing={name: reason for name, reason in outcomes.items() if isinstance(reason, str)},
+            llm_only=floor,
+            floor_1f1b_s=floor_1f1b_s,
+            rejected=ranked.rejected,
+            considered=ranked.considered,
+            compared=len(searched),
+            search_s=time.monotonic() - begin,
+            calibration=calibration,
+            on_pipelines=best.on_pipelines,
+        )
+
+    report_known(compare({name: best.simulate(name) for name in checked if not load_system(name).contains}))
+    return compare({name: best.simulate(name) for name in checked})
 
 
-_Simulated = tuple[dict[str, SimulatedSystem | str], dict[tuple[str, LlmPipelines], float]]
+_StepsAtLayouts = dict[tuple[str, LlmPipelines], float]  # by name of a system
+_Simulated = tuple[dict[str, SimulatedSystem | str], _StepsAtLayouts]
 
 
 class _BestOverLayouts:
@@ -149,13 +155,18 @@ class _BestOverLayouts:
         names: Sequence[str],
         searched: Sequence[LlmPipelines],
         progress: Callable[[str, int, int], None],
+        *,
+        also_on_pipelines: bool,
     ) -> None:
         self._searched, self._progress = searched, progress
+        self._also_on_pipelines = also_on_pipelines
+        # Systems whose best plan is around a fully sharded LLM, at their best around a pipeline of it.
+        self.on_pipelines: dict[str, SimulatedSystem] = {}
         contained = chain.from_iterable(load_system(name).contains for name in names)
         self._total = (len({"llm-only", *names, *contained}) + 1) * len(searched)
         self._total += sum(load_system(name).takes_sharded for name in names)
         self._floors_s: dict[LlmPipelines, float] = {}  # the LLM's own step at every layout, by estimate
-        self._steps_s: dict[tuple[str, LlmPipelines], float] = {}  # of systems at layouts, some by estimate
+        self._steps_s: _StepsAtLayouts = {}  # some by estimate
         self._outcomes: dict[str, SimulatedSystem | str] = {}
         self._done = 0
 
@@ -177,12 +188,18 @@ class _BestOverLayouts:
     def price_llm_alone(self) -> LlmPipelines:
         """Estimates the LLM's best pipeline at every layout; returns the layout where it is fastest."""
         refusals = []
-        for pipelines in self._searched:
-            self._report("llm-only")
-            try:
+        for pipelines, found in compute_by_key(
+            LlmPipelines.search,
+            dict.fromkeys(self._searched, 1.0),
+            cores=self._searched[0].context.cores,
+            report=lambda pipelines: self._report(LlmOnlySystem.name),
+            shared=self.shared,
+        ).items():
+            if isinstance(found, DoesNotFit):
+                refusals.append(found)
+            else:
+                pipelines.of_llm, pipelines.all_modules = found
                 self._floors_s[pipelines] = pipelines.of_llm[0].estimate_s
-            except DoesNotFit as no:
-                refusals.append(no)
         if not self._floors_s:
             raise refusals[0]
         return self.possible[0]
@@ -232,26 +249,6 @@ class _BestOverLayouts:
             self._outcomes[name] = self._simulate_with_contained(load_system(name))
         return self._outcomes[name]
 
-    def simulate_on_pipelines(self, names: Iterable[str]) -> dict[str, SimulatedSystem]:
-        """Returns systems around pipelines of the LLM, where around a sharded one they are faster.
-
-        Left out are those that are no faster there than a system that they contain.
-        """
-        found: dict[str, SimulatedSystem] = {}
-        for system in map(load_system, names):
-            own = self.simulate(system.name)
-            if not system.takes_sharded or isinstance(own, str) or not is_around_sharded_llm(own):
-                continue
-            outcomes = (self._outcomes.get(name) for name in system.contains)
-            contained = [each for each in outcomes if isinstance(each, SimulatedSystem) and each.fits]
-            least_s = min((s.step_s for s in contained if not is_around_sharded_llm(s)), default=inf)
-            if least_s < inf:
-                pipelines = self._order_layouts(system, least_s, sharded=False)
-                other = self._simulate_over_layouts(system, least_s, pipelines)
-                if isinstance(other, SimulatedSystem) and other.fits and other.step_s < least_s:
-                    found[system.name] = other
-        return found
-
     def _simulate_with_contained(self, system: System) -> SimulatedSystem | str:
         """Simulates a system and those it contains; the plan of one that is faster is its own, too."""
         job = self._searched[0].context.job
@@ -259,7 +256,10 @@ class _BestOverLayouts:
         contained = [each for each in outcomes if isinstance(each, SimulatedSystem) and each.fits]
         fastest = min(contained, key=lambda each: each.step_s, default=None)
         known_s = inf if fastest is None else fastest.step_s
-        own = self._simulate_over_layouts(system, known_s, self._order_layouts(system, known_s))
+        if system.takes_sharded:
+            own = self._simulate_around_llms(system, known_s, contained)
+        else:
+            own = self._simulate_over_layouts(system, known_s)
         if fastest is None or (isinstance(own, SimulatedSystem) and own.step_s <= fastest.step_s):
             return own
         plan = fastest.search_result
@@ -280,7 +280,7 @@ class _BestOverLayouts:
             return False
         return estimate_s > SIMULATE_WITHIN * limit_s or simulate_step_s(pipelines.of_llm[0]) > limit_s
 
-    def _order_layouts(self, system: System, known_s: float, *, sharded: bool = True) -> list[LlmPipelines]:
+    def _order_layouts(self, system: System, known_s: float) -> list[LlmPipelines]:
         """Returns layouts by a system's estimates or first schedules, by contained systems, by the LLM."""
         if not system.searches_layouts:
             return self.possible[:1]
@@ -291,11 +291,12 @@ class _BestOverLayouts:
             known = (self._steps_s.get((name, pipelines), inf) for name in system.contains)
             return min(known, default=inf)
 
-        def first_step_s(pipelines: LlmPipelines) -> float:
-            return inf if self._is_floor_above(known_s, pipelines) else system.first_step_s(pipelines)
+        below = system.looking_below(known_s)
 
-        others = self._list_sharded(system) if sharded else []
-        by_contained = sorted([*self.possible, *others], key=step_s)
+        def first_step_s(pipelines: LlmPipelines) -> float:
+            return inf if self._is_floor_above(known_s, pipelines) else below.first_step_s(pipelines)
+
+        by_contained = sorted(self.possible, key=step_s)
         return sorted(by_contained, key=first_step_s) if len(by_contained) > 1 else by_contained
 
     def _list_sharded(self, system: System) -> list[LlmPipelines]:
@@ -309,18 +310,44 @@ class _BestOverLayouts:
         except DoesNotFit:
             return []
 
-    def _simulate_over_layouts(
-        self, system: System, known_s: float, layouts: Iterable[LlmPipelines]
+    def _simulate_over_layouts(self, system: System, known_s: float) -> SimulatedSystem | str:
+        """Returns the system at its best layout, or why it runs at none."""
+        best, refusals = self._search_layouts(system, known_s, self._order_layouts(system, known_s))
+        return refusals[0] if best is None else best
+
+    def _simulate_around_llms(
+        self, system: System, known_s: float, contained: Sequence[SimulatedSystem]
     ) -> SimulatedSystem | str:
+        """Returns the system at its best: around pipelines of the LLM or, if faster, a fully sharded one."""
+        least_s = known_s
+        if self._also_on_pipelines:
+            least_s = min((s.step_s for s in contained if not is_around_sharded_llm(s)), default=inf)
+        on_pipelines, refusals = self._search_layouts(system, least_s, self._order_layouts(system, least_s))
+        found = on_pipelines is not None and on_pipelines.fits
+        found_s = on_pipelines.step_s if on_pipelines is not None and found else inf
+        sharded, refused = self._search_layouts(
+            system, min(known_s, found_s), self._list_sharded(system), again=found
+        )
+        systems = [each for each in (on_pipelines, sharded) if each is not None]
+        own = min(systems, key=lambda each: (not each.fits, each.step_s), default=None)
+        if own is sharded and found_s < least_s and on_pipelines is not None and self._also_on_pipelines:
+            self.on_pipelines[system.name] = on_pipelines
+        return own or [*refusals, *refused][0]
+
+    def _search_layouts(
+        self, system: System, known_s: float, layouts: Iterable[LlmPipelines], *, again: bool = False
+    ) -> tuple[SimulatedSystem | None, list[str]]:
         """Skips layouts at which the LLM's pipeline alone, or all candidates by estimate, are slower.
 
         A layout after the first is skipped also if it is slower than a known step of a contained system.
         """
         best: SimulatedSystem | None = None
-        refusals = []
+        refusals: list[str] = []
         for pipelines in layouts:
             self._report(system.name)
-            limit_s = inf if best is None or not best.fits else min(known_s, best.step_s)
+            again = again or best is not None
+            best_s = best.step_s if best is not None and best.fits else inf
+            limit_s = min(known_s, best_s) if again and (best is None or best.fits) else inf
             if system.needs_llm_pipeline and self._is_floor_above(limit_s, pipelines):
                 continue
             try:
@@ -329,7 +356,7 @@ class _BestOverLayouts:
                     if estimate_s > system.simulate_within * limit_s or (best and estimate_s == inf):
                         self._steps_s[system.name, pipelines] = estimate_s
                         continue
-                below = system.looking_below(min(known_s, limit_s), again=best is not None)
+                below = system.looking_below(min(known_s, limit_s), again=again)
                 simulated = below.simulate(pipelines)
             except DoesNotFit as no:
                 refusals.append(no.problem)
@@ -337,7 +364,7 @@ class _BestOverLayouts:
             self._steps_s[system.name, pipelines] = simulated.step_s
             if best is None or (simulated.fits, -simulated.step_s) > (best.fits, -best.step_s):
                 best = simulated
-        return refusals[0] if best is None else best
+        return best, refusals
 
 
 def is_around_sharded_llm(system: SimulatedSystem) -> bool:
@@ -359,7 +386,8 @@ def _lower_floor(floor: SimulatedSystem, outcomes: Iterable[SimulatedSystem | st
 def _least_estimate_s(system: System, pipelines: LlmPipelines) -> float:
     """Returns the least step of a system's candidates at a layout by their estimates; inf if none fits."""
     with suppress(DoesNotFit):
-        return min((c.estimate_s for c in pipelines.candidates(system) if c.fits), default=inf)
+        candidates = sorted(pipelines.candidates(system), key=lambda candidate: candidate.estimate_s)
+        return next((candidate.estimate_s for candidate in candidates if candidate.fits), inf)
     return inf
 
 

@@ -84,6 +84,7 @@ class PlanningContext:
     uneven: bool = False  # replicas and microbatches may be of different sizes
     kept_free_bytes: float = 0.0  # of every GPU, for encoders that are placed later
     effort: float = 1.0  # times the default budgets of searches
+    cores: int = 1  # that a search of encoder placements may use
     cache: PlanningCache = field(default_factory=PlanningCache)
 
     def with_assumptions(self, assumptions: Assumptions) -> PlanningContext:
@@ -213,15 +214,18 @@ class PlanningContext:
         return np.maximum(bins * sequences / max(priced, 1e-30), np.arange(len(bins)))
 
     def recompute_policies(self, modules: tuple[Encoder | Llm, ...]) -> Iterator[RecomputePolicy]:
-        """Yields the recomputation of all modules to try, least first; only `auto` is open."""
+        """Yields the recomputation of all modules to try, least first; the last module's changes last."""
+        for steps in product(*reversed(self.recompute_ladders(modules))):
+            yield steps[::-1]
+
+    def recompute_ladders(self, modules: tuple[Encoder | Llm, ...]) -> list[RecomputePolicy]:
+        """Returns by module its recomputation to try, least first; only `auto` is open."""
         ladders = []
         for module in modules:
             stated = module.recompute if module.recompute != "auto" else self.cost_model.assumptions.recompute
             ladder = ("none", "selective", "full") if stated in (None, "auto") else (stated,)
-            ladders.append([(module.name, step) for step in ladder])
-        weight = {"none": 0, "selective": 1, "full": 2}
-        combinations = sorted(product(*ladders), key=lambda c: [weight[step] for _, step in reversed(c)])
-        yield from combinations
+            ladders.append(tuple((module.name, step) for step in ladder))
+        return ladders
 
     def encoder_layers(
         self, encoder: Encoder, layout: Layout, sequences: float, recompute: str

@@ -18,17 +18,23 @@ K = TypeVar("K")
 
 
 def compute_by_key(
-    function: Callable[[K], T], work: Mapping[K, float], *, cores: int, report: Callable[[K], None]
+    function: Callable[[K], T],
+    work: Mapping[K, float],
+    *,
+    cores: int,
+    report: Callable[[K], None] = lambda key: None,
+    shared: Iterable[object] = (),
 ) -> dict[K, T]:
     """Returns the function's result for every key; of two cores each gets about half of the `work`.
 
-    Keys that are computed here are reported.
+    Keys that are computed here are reported. `shared` objects are the same in all results.
     """
     ours: list[K] = []
     for key in sorted(work, key=work.__getitem__, reverse=True):
         ours += [key] if sum(work[each] for each in ours) * 2 + work[key] <= sum(work.values()) else []
     others = [key for key in work if key not in ours] if cores > 1 else []
-    with Forked(lambda: [function(key) for key in others], cores=cores if others else 1) as other:
+    cores = cores if others else 1
+    with Forked(lambda: [function(key) for key in others], cores=cores, shared=shared) as other:
         results = {}
         for key in work:
             if key not in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
-from math import prod
+from math import inf, prod
 
 from optimus.cost.assumptions import Assumptions
 from optimus.cost.cost_model import ClusterCostModel
@@ -18,6 +18,7 @@ from optimus.job.layout import Layout, divisors
 from optimus.job.model import Encoder, Llm
 from optimus.planner.context import PlanningCache, PlanningContext
 from optimus.planner.filled_plan import RejectedLayout
+from optimus.planner.forked import compute_by_key
 from optimus.planner.systems.colocated_plan import encoder_layout_on_llm_gpus
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.planner.systems.pipeline_search import (
@@ -30,7 +31,8 @@ MAX_TP = 8  # never across nodes
 MAX_PP = 16
 MAX_EP = 64
 MIN_CP_TOKENS = 4096  # of a sequence on each rank: context parallelism is for long ones
-ESTIMATE_AT_MOST = 10  # layouts whose pipelines are built and estimated
+ESTIMATE_AT_MOST = 10  # layouts whose pipelines are built and estimated,
+AT_A_TIME = 4  # without knowing of each other
 COMPARE_AT_MOST = 3  # layouts by each estimate in which all systems are compared,
 COMPARE_WITHIN = 1.15  # if their estimates are at most this times the best
 
@@ -281,6 +283,7 @@ def rank_llm_layouts(
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     *,
     effort: float = 1.0,
+    cores: int = 1,
 ) -> RankedLayouts:
     """Ranks the contexts of a job; only one if its layout is stated. Raises DoesNotFit if there is none.
 
@@ -295,19 +298,34 @@ def rank_llm_layouts(
             contexts=(_context_at_stated_layout(job, cost_model),), rejected=(), considered=1
         )
     rejected: list[RejectedLayout] = []
-    bounded: list[_EstimatedLayout] = []
+    contexts: dict[Layout, PlanningContext] = {}
     layouts, cache = list(enumerate_llm_layouts(job)), PlanningCache()
-    for place, layout in enumerate(layouts):
-        progress("layouts", place, len(layouts) + ESTIMATE_AT_MOST)
+    for layout in layouts:
         context = encoder_layout_conflict(job, layout) or _context_at(job, cost_model, layout, cache)
-        fitting = context if isinstance(context, str) else _find_fitting_pipeline(context)
-        if isinstance(fitting, str):
-            rejected.append(RejectedLayout(layout=layout, reason=fitting))
+        if isinstance(context, str):
+            rejected.append(RejectedLayout(layout=layout, reason=context))
         else:
-            bounded.append(_EstimatedLayout(context=fitting.context, step_s=_work_s(fitting)))
+            contexts[layout] = context
+
+    def report(layout: Layout) -> None:
+        progress("layouts", layouts.index(layout), len(layouts) + ESTIMATE_AT_MOST)
+
+    def work_or_refusal(layout: Layout) -> float | str:
+        fitting = _find_fitting_pipeline(contexts[layout])
+        return fitting if isinstance(fitting, str) else _work_s(fitting)
+
+    works = compute_by_key(work_or_refusal, dict.fromkeys(contexts, 1.0), cores=cores, report=report)
+    rejected += [
+        RejectedLayout(layout=layout, reason=work) for layout, work in works.items() if isinstance(work, str)
+    ]
+    bounded = [
+        _EstimatedLayout(context=contexts[layout], step_s=work)
+        for layout, work in works.items()
+        if not isinstance(work, str)
+    ]
     if not bounded:
-        raise _no_layout_fits(job, rejected)
-    estimated = _estimate(sorted(bounded, key=_step_s), rejected, progress, len(layouts))
+        raise _no_layout_fits(job, sorted(rejected, key=lambda each: layouts.index(each.layout)))
+    estimated = _estimate(sorted(bounded, key=_step_s), rejected, progress, len(layouts), cores)
     most = max(1, round(effort * COMPARE_AT_MOST))
     close = (_close_to_best(estimated, key, most) for key in (_step_s, _llm_alone_s))
     kept = dict.fromkeys(chain.from_iterable(close))
@@ -341,26 +359,36 @@ def _estimate(
     rejected: list[RejectedLayout],
     progress: Callable[[str, int, int], None],
     done: int,
+    cores: int,
 ) -> list[_EstimatedLayout]:
     """Estimates the steps of layouts whose bound is close to the best; returns the shortest first."""
     estimated: list[_EstimatedLayout] = []
-    for place, each in enumerate(bounded):
-        best_s = min(map(_step_s, estimated), default=float("inf"))
-        if len(estimated) == ESTIMATE_AT_MOST or each.step_s >= COMPARE_WITHIN * best_s:
-            reason = (
-                f"slower: work alone takes {each.step_s:.3g} s on each GPU, a step elsewhere {best_s:.3g} s"
-            )
-            rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
-            continue
-        progress("layouts", done + place, done + ESTIMATE_AT_MOST)
-        model = each.context.job.model
-        balanced_s = _quick_estimate_s(each.context, model.modules)
-        alone_s = _quick_estimate_s(each.context, (model.llm,))
-        if balanced_s is not None and alone_s is not None:
-            estimated.append(replace(each, step_s=balanced_s, llm_alone_s=alone_s))
-        else:
-            reason = f"memory: balanced pipelines exceed {each.context.capacity_bytes / 1e9:.0f} GB"
-            rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
+
+    def estimate(place: int) -> tuple[float | None, float | None]:
+        context = bounded[place].context
+        model = context.job.model
+        return _quick_estimate_s(context, model.modules), _quick_estimate_s(context, (model.llm,))
+
+    for first in range(0, len(bounded), AT_A_TIME):
+        best_s = min(map(_step_s, estimated), default=inf)
+        places: list[int] = []
+        for place in range(first, min(first + AT_A_TIME, len(bounded))):
+            each = bounded[place]
+            if len(estimated) + len(places) >= ESTIMATE_AT_MOST or each.step_s >= COMPARE_WITHIN * best_s:
+                reason = f"work alone takes {each.step_s:.3g} s on each GPU, a step elsewhere {best_s:.3g} s"
+                rejected.append(RejectedLayout(layout=each.context.layout, reason=f"slower: {reason}"))
+            else:
+                places.append(place)
+        progress("layouts", done + len(estimated), done + ESTIMATE_AT_MOST)
+        for place, (balanced_s, alone_s) in compute_by_key(
+            estimate, dict.fromkeys(places, 1.0), cores=cores
+        ).items():
+            each = bounded[place]
+            if balanced_s is not None and alone_s is not None:
+                estimated.append(replace(each, step_s=balanced_s, llm_alone_s=alone_s))
+            else:
+                reason = f"memory: balanced pipelines exceed {each.context.capacity_bytes / 1e9:.0f} GB"
+                rejected.append(RejectedLayout(layout=each.context.layout, reason=reason))
     return sorted(estimated, key=_step_s)
 
 

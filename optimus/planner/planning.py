@@ -139,6 +139,7 @@ def compare_for_plan(
     also_on_pipelines: bool = False,
     cores: int = 1,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    report_known: Callable[[Comparison], None] = lambda comparison: None,
 ) -> Comparison:
     """Simulates the strategies, of which one is to be planned, and the systems to compare them with.
 
@@ -158,6 +159,7 @@ def compare_for_plan(
             also_on_pipelines=also_on_pipelines,
             cores=cores,
             progress=progress,
+            report_known=report_known,
         )
     except DoesNotFit as no:
         raise _with_remedies(no, job, assumptions) from no

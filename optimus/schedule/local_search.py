@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.compiled import njit_cached
 from optimus.ir.op import NUM_LANES, Floats, Ints, OpKind, Schedule
-from optimus.schedule._numba import njit_cached
 from optimus.schedule.op_times import OrderColumns
 from optimus.schedule.pipeline_orders import PipelineOp, TimedOrder
 from optimus.schedule.schedule_builder import edges_to_csr

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.compiled import njit_cached
 from optimus.environment import usable_cores
 from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
-from optimus.schedule._numba import njit_cached
 from optimus.schedule.schedule_builder import edges_to_csr
 from optimus.schedule.simulator import ScheduleDeadlock, count_launches_before, simulate_schedule
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.compiled import njit_cached
 from optimus.cost.assumptions import Assumptions
 from optimus.ir.op import Floats, Ints, Lane, OpKind
-from optimus.schedule._numba import njit_cached
 from optimus.schedule.pipeline_orders import PipelineOrder
 from optimus.schedule.pipeline_schedule import ParameterTraffic, TrafficOverlap, exposed_lane
 from optimus.schedule.simulator import ScheduleDeadlock

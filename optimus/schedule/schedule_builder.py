@@ -234,6 +234,7 @@ class ChunkPricer:
         self.modules = tuple(modules)
         self._slowdown = slowdown
         self._layer_seconds: dict[tuple[int, OpKind], float] = {}  # by id of kernels
+        self._compute_seconds: dict[int, float] = {}  # by id of all kernels of a layer
         self._kernel_seconds: dict[tuple[tuple[Lane, float, tuple[int, ...]], ...], float] = {}
         self._graphs: dict[tuple[tuple[int, ...], OpKind], KernelGraph] = {}
         self._alive: list[object] = []  # keeps layers alive, so that their ids are not reused
@@ -268,6 +269,19 @@ class ChunkPricer:
             self._layer_seconds[key] = self._kernel_seconds[content]
             self._alive.append(layer)
         return self._layer_seconds[key]
+
+    def compute_s(self, layer: PricedLayer) -> float:
+        """Returns the seconds of a layer's compute kernels, with the backward split or whole: the less."""
+        key = id(layer.kernels)
+        if key not in self._compute_seconds:
+            by_kind = {
+                kind: sum(kernel.duration_s for kernel in layer.kernels[kind] if kernel.lane == Lane.COMPUTE)
+                for kind in CHUNK_OP_KINDS
+            }
+            split_s = by_kind[OpKind.INPUT_GRAD] + by_kind[OpKind.WEIGHT_GRAD]
+            self._compute_seconds[key] = by_kind[OpKind.FORWARD] + min(by_kind[OpKind.BACKWARD], split_s)
+            self._alive.append(layer)
+        return self._compute_seconds[key]
 
     def _simulate_alone(self, kernels: Sequence[Kernel], kind: OpKind) -> float:
         if all(kernel.after == (place - 1,) for place, kernel in enumerate(kernels) if place):

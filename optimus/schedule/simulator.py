@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.compiled import njit_cached
 from optimus.ir.op import NUM_LANES, Floats, Ints, Lane, OpKind, Schedule
-from optimus.schedule._numba import njit_cached
 
 _COMPUTE, _TP, _DP = int(Lane.COMPUTE), int(Lane.TP), int(Lane.DP)
 

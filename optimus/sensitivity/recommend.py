@@ -75,6 +75,7 @@ def compare_to_recommend(
     effort: float = 1.0,
     cores: int = 1,
     progress: Progress = lambda name, done, total: None,
+    report_known: Callable[[Comparison], None] = lambda comparison: None,
 ) -> Comparison:
     """Simulates all systems that may be recommended."""
     chosen = default_baselines(job) if systems is None else list(systems)
@@ -91,6 +92,7 @@ def compare_to_recommend(
         also_on_pipelines=True,
         cores=cores,
         progress=progress,
+        report_known=report_known,
     )
 
 

@@ -350,6 +350,28 @@ class ColocationCandidate:
             total_s += max(self._stage_s(layers, encoder.kinds, microbatches) for layers in encoder.stages)
         return total_s
 
+    @cached_property
+    def work_s(self) -> float:
+        """Compute of LLM and encoders on the busiest stage: no schedule takes less."""
+        totals = list(self.llm.compute_s)
+        for encoder in self._scheduled.encoders:
+            microbatches = len(encoder.pipelines) // (1 + max(encoder.pipelines))
+            stages = [sum(map(self.context.chunks.compute_s, layers)) for layers in encoder.stages]
+            totals = [
+                total + microbatches * stages[stage % len(stages)] for stage, total in enumerate(totals)
+            ]
+        return max(totals)
+
+    @property
+    def forwards_ahead_s(self) -> float:
+        """Seconds of the encoder forwards that may be resident before the LLM starts, at most."""
+        total_s = 0.0
+        for encoder in self._scheduled.encoders:
+            own = -(-len(encoder.pipelines) // (1 + max(encoder.pipelines)))
+            resident = min(own, self._pipeline_window(encoder)) + len(encoder.stages) - 1
+            total_s += max(self._stage_s(layers, (OpKind.FORWARD,), resident) for layers in encoder.stages)
+        return total_s
+
     def _stage_s(self, layers: Sequence[PricedLayer], kinds: Sequence[OpKind], microbatches: float) -> float:
         """Returns the seconds of these layers for their microbatches, and of their parameter traffic."""
         seconds = self.context.chunks.price(layers).seconds

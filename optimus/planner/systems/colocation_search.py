@@ -8,11 +8,13 @@ machine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, permutations
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from optimus.cost.priced_layer import PricedLayer
 from optimus.job.layout import Layout
 from optimus.planner.context import PlanningContext
 from optimus.planner.filled_plan import RejectedLayout, ScheduledLayout
+from optimus.planner.forked import compute_by_key
 from optimus.planner.layouts import common_encoder_layouts, valid_encoder_layouts
 from optimus.planner.systems.colocated_plan import split_layers_evenly
 from optimus.planner.systems.colocation_candidate import ColocationCandidate, EncoderPlacement
@@ -44,22 +47,42 @@ MAX_ROOM_DOUBLINGS = 4  # times that an LLM pipeline is asked to leave encoders 
 IGNORE_DELAY_SHARE = 2e-3  # of a step: shorter delays are not worth a search
 
 Placements = Mapping[str, EncoderPlacement]  # by encoder
+Start = TypeVar("Start")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduledCandidate:
-    """Encoder placements around one LLM pipeline, with the best schedule known for them."""
+    """Encoder placements around one LLM pipeline, with the shift of the LLM that is best so far."""
 
     candidate: ColocationCandidate
-    arranged: FillResult
+    shift_s: float
+    step_s: float  # by which candidates are compared
+    late_s: float  # largest delay of an LLM op
+    lines: int
+
+    @staticmethod
+    def of(candidate: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
+        """Schedules a candidate around an LLM that starts so much later."""
+        arranged = candidate.fill.schedule_encoders(shift_s)
+        step_s = candidate.step_s(arranged)
+        scheduled = ScheduledCandidate(
+            candidate=candidate,
+            shift_s=shift_s,
+            step_s=step_s,
+            late_s=arranged.late_s,
+            lines=len(candidate.fill.schedule),
+        )
+        scheduled.__dict__["arranged"] = arranged  # of the cached property
+        return scheduled
 
     @property
     def placements(self) -> Placements:
         return self.candidate.placements
 
     @cached_property
-    def step_s(self) -> float:
-        return self.candidate.step_s(self.arranged)
+    def arranged(self) -> FillResult:
+        """The schedule: again, if it was made in another process."""
+        return self.candidate.fill.schedule_encoders(self.shift_s)
 
 
 class ColocationSearch:
@@ -70,24 +93,42 @@ class ColocationSearch:
         self.rejected: list[RejectedLayout] = []
         self.considered = 0
         self._base: LlmTimeline | None = None
-        self._scheduled: list[ScheduledCandidate] = []  # common layouts, the most promising first
+        self._scheduled: dict[ColocationCandidate, ScheduledCandidate] = {}  # common layouts
         self._ops_left = context.effort * MAX_SIMULATED_OPS
         self._known: set[object] = set()  # placements that were scheduled
         # Peak bytes of a rank over all layouts so far: without recomputation, and with the least memory.
         self._bytes_without_recompute = self._least_bytes = inf
 
-    def schedule_common_layouts(self) -> list[ScheduledCandidate]:
-        """Schedules the most promising layouts, each for all encoders alike; returns the fastest first."""
-        scheduled = sorted(self.schedule_layouts(MAX_LAYOUTS), key=_step_s)
-        shifted = [self._search_shift(each) for each in scheduled[:MAX_SHIFTED_LAYOUTS]]
-        return sorted([*shifted, *scheduled[MAX_SHIFTED_LAYOUTS:]], key=_step_s)
+    @property
+    def has_layouts(self) -> bool:
+        """True if any layout fits."""
+        return bool(self._common_layouts)
 
-    def schedule_layouts(self, most: int) -> list[ScheduledCandidate]:
-        """Schedules the `most` most promising layouts, each once, without a shift of the LLM."""
-        for candidate in self._common_layouts[len(self._scheduled) : most]:
+    def schedule_common_layouts(self, below_s: float = inf) -> list[ScheduledCandidate]:
+        """Schedules the most promising layouts, each for all encoders alike; returns the fastest first."""
+        scheduled = sorted(self.schedule_layouts(MAX_LAYOUTS, below_s), key=_step_s)
+        best = [(self, each) for each in scheduled[:MAX_SHIFTED_LAYOUTS]]
+        shifted = schedule_on_all_cores(best, ColocationSearch._search_shift)
+        self._ops_left -= sum(ops for _, ops in shifted)
+        return sorted([*(each for each, _ in shifted), *scheduled[MAX_SHIFTED_LAYOUTS:]], key=_step_s)
+
+    def schedule_layouts(self, most: int, below_s: float = inf) -> list[ScheduledCandidate]:
+        """Schedules the `most` most promising layouts, each once, without a shift of the LLM.
+
+        Layouts whose compute alone takes `below_s` or longer are left out.
+        """
+        promising = [candidate for candidate in self._common_layouts if candidate.work_s < below_s][:most]
+        new = [candidate for candidate in promising if candidate not in self._scheduled]
+        if new:
+            self._shared_base(new[0])  # before processes part
+        pairs = [(self, candidate) for candidate in new]
+        results = schedule_on_all_cores(pairs, ColocationSearch._schedule)
+        for candidate, (scheduled, ops) in zip(new, results, strict=True):
             if not self._scheduled or self._ops_left > 0:
-                self._scheduled.append(self._schedule(candidate))
-        return self._scheduled[:most]
+                self._scheduled[candidate] = scheduled
+                self._known.add(self._identity(scheduled.placements))
+            self._ops_left -= ops
+        return [self._scheduled[candidate] for candidate in promising if candidate in self._scheduled]
 
     def adds_no_recompute(self, scheduled: ScheduledCandidate) -> bool:
         """Returns whether encoders recompute no more than the job states."""
@@ -198,7 +239,7 @@ class ColocationSearch:
     def _schedule(self, candidate: ColocationCandidate, shift_s: float = 0.0) -> ScheduledCandidate:
         self._ops_left -= len(candidate.fill.schedule)
         self._known.add(self._identity(candidate.placements))
-        return ScheduledCandidate(candidate=candidate, arranged=candidate.fill.schedule_encoders(shift_s))
+        return ScheduledCandidate.of(candidate, shift_s)
 
     def _identity(self, placements: Placements) -> object:
         """Returns what tells placements apart, with layers per stage spelled out."""
@@ -220,14 +261,15 @@ class ColocationSearch:
 
         Where a step grows with the shift, it grows further with a larger one.
         """
-        best, low_s, high_s = unshifted, 0.0, unshifted.arranged.late_s
-        for _ in range(SHIFT_HALVINGS if high_s > IGNORE_DELAY_SHARE * unshifted.arranged.step_s else 0):
+        best, low_s = unshifted, 0.0
+        high_s = min(unshifted.late_s, unshifted.candidate.forwards_ahead_s)
+        for _ in range(SHIFT_HALVINGS if high_s > IGNORE_DELAY_SHARE * unshifted.step_s else 0):
             if self._ops_left <= 0:
                 break
             middle = self._schedule(unshifted.candidate, (low_s + high_s) / 2)
             best = min(best, middle, key=_step_s)
-            shift_s = middle.arranged.shift_s
-            ahead = middle.arranged.late_s - shift_s < (high_s - low_s) / 2
+            shift_s = middle.shift_s
+            ahead = middle.late_s - shift_s < (high_s - low_s) / 2
             if not ahead and middle.step_s - unshifted.step_s > MAX_GROWTH * shift_s:
                 break
             low_s, high_s = (low_s, shift_s) if ahead else (shift_s, high_s)
@@ -239,7 +281,7 @@ class ColocationSearch:
         """Changes one property of the placements after another while the step gets shorter.
 
         In turn: separate layouts, split backwards, the assignment of microbatches, smaller microbatches, and
-        layers per stage; then the window shrinks.
+        layers per stage; then the window shrinks. For a copy of the search: the budget is for one candidate.
         """
         self._ops_left = self.context.effort * MAX_SIMULATED_OPS
         for change in (self._separate_layouts, self._toggle_split_backward, self._reassign_microbatches):
@@ -259,7 +301,7 @@ class ColocationSearch:
             }
             if not self._is_new(fewer):
                 continue
-            bounded = self._schedule(self._candidate(fewer), scheduled.arranged.shift_s)
+            bounded = self._schedule(self._candidate(fewer), scheduled.shift_s)
             if bounded.step_s <= (1 + IGNORE_SLOWDOWN_SHARE) * scheduled.step_s:
                 return bounded
         return scheduled
@@ -279,7 +321,7 @@ class ColocationSearch:
             candidate = self._candidate(placements)
             if not self._is_new(placements) or not candidate.fits:
                 continue
-            same_shift = self._schedule(candidate, scheduled.arranged.shift_s)
+            same_shift = self._schedule(candidate, scheduled.shift_s)
             if same_shift.step_s < within * scheduled.step_s:
                 shifted = self._search_shift(self._schedule(candidate))
                 scheduled = min(scheduled, same_shift, shifted, key=_step_s)
@@ -348,7 +390,7 @@ class ColocationSearch:
             placements = {**scheduled.placements, name: moved}
             candidate = self._candidate(placements)
             if self._is_new(placements) and candidate.fits:
-                yield self._schedule(candidate, scheduled.arranged.shift_s)
+                yield self._schedule(candidate, scheduled.shift_s)
 
     def _layers_by_traffic(self, scheduled: ScheduledCandidate) -> Iterator[Placements]:
         """Yields placements whose layers per stage minimize the delay by the encoders' parameter traffic."""
@@ -383,6 +425,34 @@ def _most_promising_first(ladders: Iterable[Iterator[ColocationCandidate]]) -> l
 
 def _step_s(scheduled: ScheduledCandidate) -> float:
     return scheduled.step_s
+
+
+def schedule_on_all_cores(
+    starts: Sequence[tuple[ColocationSearch, Start]],
+    method: Callable[[ColocationSearch, Start], ScheduledCandidate],
+) -> list[tuple[ScheduledCandidate, float]]:
+    """Returns what a method of a search returns for each start, and the ops that were simulated for it.
+
+    Each is computed by a copy of its search, so that none knows what others find, on one core or two.
+    """
+    here: dict[int, ScheduledCandidate] = {}
+
+    def schedule(place: int) -> tuple[Placements, dict[str, float], float]:
+        search, start = starts[place]
+        own = copy(search)
+        own._known = set(search._known)
+        found = here[place] = method(own, start)
+        figures = {name: getattr(found, name) for name in ("shift_s", "step_s", "late_s", "lines")}
+        return found.placements, figures, search._ops_left - own._ops_left
+
+    cores = starts[0][0].context.cores if starts else 1
+    results = compute_by_key(schedule, dict.fromkeys(range(len(starts)), 1.0), cores=cores)
+    scheduled = []
+    for place, (placements, figures, ops) in results.items():
+        candidate = starts[place][0]._candidate(placements)
+        known = here.get(place) or ScheduledCandidate(candidate=candidate, **figures)  # type: ignore[arg-type]
+        scheduled.append((known, ops))
+    return scheduled
 
 
 # ---------------------------------------------------------------------------- layers per stage

@@ -18,10 +18,10 @@ from optimus.ir.ranks import LLM
 from optimus.job.job import Job
 from optimus.job.layout import Layout, divisors
 from optimus.job.model import Encoder, Llm
-from optimus.planner.context import PlanningContext, describe_recompute
+from optimus.planner.context import PlanningContext, RecomputePolicy, describe_recompute
 from optimus.planner.systems.base import BaseSystem, SimulatedSystem
 from optimus.planner.systems.colocated_plan import Sharding
-from optimus.planner.systems.pipeline import PipelineCandidate
+from optimus.planner.systems.pipeline import PipelineCandidate, find_least_recomputed
 from optimus.schedule.pipeline_schedule import ParameterTraffic
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ class FsdpCandidate(PipelineCandidate):
                 reserve=fixed["reserve"],
             ),
         )
+
+    @property
+    def least_bytes(self) -> float:
+        """Memory without what layers need while they run: no less recomputation needs less."""
+        return self.memories[0].total - self.builder.fixed_bytes_of(0)["working"]
 
     @property
     def _peaks(self) -> Floats:
@@ -229,10 +234,11 @@ def _least_recomputed(
     copies = (1.0, 1.0) if sharding == Sharding.PARAMETERS else (1 / microbatches, 0.0)
     if not context.cost_model.assumptions.gather_copies:
         copies = 0.0, 0.0
-    for policy in context.recompute_policies(modules):
+
+    def build(policy: RecomputePolicy) -> FsdpCandidate:
         layers = context.layers(modules, sequences, policy, layout, gather_copies=copies)
-        choice = FsdpCandidate(
-            context=replace(context, layout=layout),
+        return FsdpCandidate(
+            context=at_layout,
             layers=layers,
             cut=(0, len(layers)),
             order_name="1f1b",
@@ -242,6 +248,7 @@ def _least_recomputed(
             policy=policy,
             sharding=sharding,
         )
-        if choice.fits:
-            break
-    return choice
+
+    ladders, at_layout = context.recompute_ladders(modules), replace(context, layout=layout)
+    fitting = find_least_recomputed(ladders, build, lambda candidate: candidate.fits)
+    return fitting or build(tuple(ladder[-1] for ladder in ladders))

@@ -46,6 +46,13 @@ class LlmPipelines:
         built: T = self._built[build]
         return built
 
+    def search(self) -> tuple[list[PipelineCandidate], list[PipelineCandidate]] | DoesNotFit:
+        """Returns the pipelines of the LLM alone and of all modules, or why the LLM has none."""
+        try:
+            return self.of_llm, self.all_modules
+        except DoesNotFit as no:
+            return no
+
     @cached_property
     def of_llm(self) -> list[PipelineCandidate]:
         """Pipelines of the LLM alone that fit, over every V, op order and cut, fastest by estimate first."""

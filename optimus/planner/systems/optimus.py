@@ -16,7 +16,11 @@ from optimus.planner.context import PlanningContext, describe_recompute
 from optimus.planner.filled_plan import FilledPlan, RejectedLayout, SearchResult, summarize_rejections
 from optimus.planner.systems.base import BaseSystem
 from optimus.planner.systems.colocation_candidate import SMALL_LINES
-from optimus.planner.systems.colocation_search import ColocationSearch, ScheduledCandidate
+from optimus.planner.systems.colocation_search import (
+    ColocationSearch,
+    ScheduledCandidate,
+    schedule_on_all_cores,
+)
 from optimus.planner.systems.llm_only import LlmPipelines
 from optimus.planner.systems.pipeline import PipelineCandidate
 from optimus.schedule.simulator import ScheduleDeadlock
@@ -56,7 +60,7 @@ class OptimusSystem(BaseSystem):
     def first_step_s(self, pipelines: LlmPipelines) -> float:
         """Returns the shortest of the first schedules; inf if none fits."""
         try:
-            return pipelines.once(OptimusSearch.around).first_step_s()
+            return pipelines.once(OptimusSearch.around).first_step_s(self.known_s)
         except DoesNotFit:
             return inf
 
@@ -91,10 +95,13 @@ class OptimusSearch:
             raise DoesNotFit("there is no encoder to place", "use llm-only")
         return cls(pipelines.context, pipelines.for_colocation, pipelines.with_free_memory)
 
-    def first_step_s(self) -> float:
-        """Returns the shortest of the first schedules around the first pipeline with room for encoders."""
+    def first_step_s(self, known_s: float = inf) -> float:
+        """Returns the shortest of the first schedules around the first pipeline with room for encoders.
+
+        Only those that may be shorter than a known step are counted.
+        """
         for llm in self._llms:
-            first = self._search_of(llm).schedule_layouts(FIRST_LAYOUTS)
+            first = self._search_of(llm).schedule_layouts(FIRST_LAYOUTS, known_s)
             if first:
                 return min(scheduled.step_s for scheduled in first)
         return inf
@@ -109,12 +116,14 @@ class OptimusSearch:
         limits = (HOPELESS_AGAIN_ABOVE if again else HOPELESS_ABOVE), HOPELESS_REFINED_ABOVE
         hopeless_s, unrefined_s = (inf if self._is_small else limit * known_s for limit in limits)
         slower = DoesNotFit(f"the step is longer at {self._context.layout} than a known one", "use that one")
-        if again and inf > self.first_step_s() > HOPELESS_FIRST_ABOVE * known_s:
+        if again and inf > self.first_step_s(known_s) > HOPELESS_FIRST_ABOVE * known_s:
             raise slower
-        self._schedule_all(hopeless_s)
+        self._schedule_all(hopeless_s, known_s)
         considered = sum(search.considered for search in self._searches.values())
         rejected = [rejection for search in self._searches.values() for rejection in search.rejected]
         ranked = self._rank_and_refine(min(hopeless_s, unrefined_s))
+        if not ranked and any(search.has_layouts for search in self._searches.values()):
+            raise slower
         if again and ranked:
             ranked = [pair for pair in ranked if _step_s(pair) <= LOWER_WITHIN * known_s]
             if not ranked:
@@ -133,7 +142,7 @@ class OptimusSearch:
             llm=chosen.candidate.llm,
             how=_describe(chosen),
             considered=considered,
-            notes={"shift_s": chosen.arranged.shift_s},
+            notes={"shift_s": chosen.shift_s},
             peak_bytes_at_p99=chosen.candidate.peak_bytes_at_p99(filled),
             rejected=rejected,
             tried=[search.to_scheduled_layout(each) for search, each in self._pool],
@@ -143,13 +152,13 @@ class OptimusSearch:
     def _is_small(self) -> bool:
         """True if the first schedule has few lines."""
         first = next((each for llm in self._llms for each in self._search_of(llm).schedule_layouts(1)), None)
-        return first is not None and len(first.candidate.fill.schedule) <= SMALL_LINES
+        return first is not None and first.lines <= SMALL_LINES
 
     def _search_of(self, llm: PipelineCandidate) -> ColocationSearch:
         """Returns the search around a pipeline, the same each time."""
         return self._searches.setdefault(llm.identity, ColocationSearch(llm.context, llm))
 
-    def _schedule_all(self, hopeless_s: float) -> None:
+    def _schedule_all(self, hopeless_s: float, known_s: float) -> None:
         """Schedules encoders around all pipelines that can be fast enough, each once."""
         self._pool.clear()
         searched: set[object] = set()
@@ -162,7 +171,7 @@ class OptimusSearch:
                 return None
             searched.add(llm.identity)
             search = self._search_of(llm)
-            scheduled = search.schedule_common_layouts()
+            scheduled = search.schedule_common_layouts(known_s)
             self._pool.extend((search, each) for each in scheduled)
             return scheduled
 
@@ -179,8 +188,9 @@ class OptimusSearch:
         if self._best_s > hopeless_s:
             return ranked
         close = [pair for pair in ranked[:REFINE_AT_MOST] if _step_s(pair) <= REFINE_WITHIN * self._best_s]
-        refined = [(search, search.refine(each)) for search, each in close]
-        return sorted([*refined, *ranked[len(close) :]], key=_step_s)
+        refined = [each for each, _ in schedule_on_all_cores(close, ColocationSearch.refine)]
+        pairs = [(search, each) for (search, _), each in zip(close, refined, strict=True)]
+        return sorted([*pairs, *ranked[len(close) :]], key=_step_s)
 
     @property
     def _best_s(self) -> float:

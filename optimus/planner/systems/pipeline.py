@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +40,8 @@ from optimus.schedule.pipeline_schedule import PipelineSpec
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.simulator import Timeline
 from optimus.schedule.stage_costs import Cut, LayerPrefixSums, StageBytes
+
+Built = TypeVar("Built", bound="PipelineCandidate")
 
 GREEDY = "greedy"
 ORDERS = ("1f1b", "interleaved", "zero-bubble", GREEDY)
@@ -246,6 +250,14 @@ class PipelineCandidate(BaseCandidate):
         return known[self._key]
 
     @cached_property
+    def compute_s(self) -> list[float]:
+        """Seconds of compute on a rank of every stage; a step is no shorter."""
+        by_layer = np.array([self.context.chunks.compute_s(layer) for layer in self.layers])
+        running = np.concatenate([[0.0], np.cumsum(by_layer)])[list(self.cut)]
+        by_stage: Floats = np.diff(running).reshape(-1, self.layout.pp).sum(axis=0)
+        return (self.microbatches * by_stage).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
     def seam_times(self) -> tuple[Floats, Floats, float]:
         """Times at which the first virtual stage starts forwards and ends backwards; the step's end."""
         order, timeline = self.columns, self.op_timeline
@@ -331,6 +343,13 @@ class PipelineCandidate(BaseCandidate):
     def mean_bytes(self) -> float:
         """Memory of the fullest rank in the mean step."""
         return float(self._totals(self._peaks).max())
+
+    @property
+    def least_bytes(self) -> float:
+        """Memory without what layers need while they run: no less recomputation needs less."""
+        held = self.stage_bytes
+        peaks = find_peak_activations(self.shortened.columns, held.saved, None, held.logits)
+        return float((self._totals(peaks) - held.working).max())
 
     @cached_property
     def peak_bytes(self) -> float:
@@ -427,6 +446,30 @@ class PipelineCandidate(BaseCandidate):
             cut=tuple(before[place] for place in self.cut),
             policy=tuple(step for step in self.policy if step[0] == module),
         )
+
+
+def find_least_recomputed(
+    ladders: Sequence[RecomputePolicy],
+    build: Callable[[RecomputePolicy], Built],
+    fits: Callable[[PipelineCandidate], bool],
+    *,
+    chosen: RecomputePolicy = (),
+) -> Built | None:
+    """Returns the pipeline with the least recomputation that fits, tried as `recompute_policies` yields it.
+
+    With the last modules as `chosen`, others are not tried if even the most recomputation leaves too much.
+    """
+    *others, last = ladders
+    for step in last:
+        policy = (step, *chosen)
+        lightest = build((*(ladder[-1] for ladder in others), *policy))
+        if others and lightest.least_bytes <= lightest.context.capacity_bytes:
+            found = find_least_recomputed(others, build, fits, chosen=policy)
+        else:
+            found = None if others or not fits(lightest) else lightest
+        if found is not None:
+            return found
+    return None
 
 
 def build_op_order(name: str, *, stages: int, chunks: int, microbatches: int) -> PipelineOrder:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
 import numpy as np
 
+from optimus.compiled import njit_cached
 from optimus.cost.priced_layer import PricedLayer
 from optimus.errors import DoesNotFit
 from optimus.ir.op import Floats, Ints, OpKind
@@ -23,8 +24,8 @@ from optimus.planner.systems.pipeline import (
     ORDERS,
     PipelineCandidate,
     available_op_orders,
+    find_least_recomputed,
 )
-from optimus.schedule._numba import njit_cached
 from optimus.schedule.schedule_builder import CHUNK_OP_KINDS
 from optimus.schedule.stage_costs import Cut
 
@@ -110,19 +111,18 @@ def search_pipelines(
     Specs are built in the order of their lower bounds until none can beat the pipelines so far; then a local
     search improves cuts and orders, with `evaluations` times the context's effort.
     """
-    policies, evaluations = list(context.recompute_policies(modules)), round(context.effort * evaluations)
+    evaluations = round(context.effort * evaluations)
     pipelines: list[PipelineCandidate] = []
     kept, greedy_specs = min(starts, FINALISTS), 0
     for spec in sorted(
-        _specs(context, modules, policies[0], orders, chunk_counts),
-        key=lambda s: (s.bound_s, s.order_name),
+        _specs(context, modules, orders, chunk_counts), key=lambda s: (s.bound_s, s.order_name)
     ):
         if len(pipelines) >= kept and spec.bound_s >= pipelines[kept - 1].estimate_s:
             break
         greedy_specs += spec.order_name == GREEDY
         if spec.order_name == GREEDY and greedy_specs > MAX_GREEDY_SPECS:
             continue
-        pipeline = _build(context, modules, policies, spec)
+        pipeline = _build(context, modules, spec)
         if pipeline is not None:
             pipelines = sorted([*pipelines, pipeline], key=_estimate)
     improved = sorted((_improve_cut(start, evaluations // 5) for start in pipelines[:starts]), key=_estimate)
@@ -141,32 +141,32 @@ def first_fitting_pipeline(context: PlanningContext, modules: tuple[Encoder | Ll
 
     Nothing is simulated, and no step is drawn: it is the memory of the mean one.
     """
-    policies = list(context.recompute_policies(modules))
-    specs = sorted(
-        _specs(context, modules, policies[0], ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s
-    )
-    pipelines: list[PipelineCandidate] = []
-    for spec, policy in product(specs, policies):
-        pipelines.append(_pipeline(context, modules, policy, spec))
-        if pipelines[-1].mean_bytes <= context.capacity_bytes:
-            return pipelines[-1]
-    if not pipelines:
+    specs = sorted(_specs(context, modules, ("1f1b", "zero-bubble"), {1}), key=lambda s: s.bound_s)
+    for spec in specs:
+        fitting = _least_recomputed(
+            context, modules, spec, lambda pipeline: pipeline.mean_bytes <= context.capacity_bytes
+        )
+        if fitting is not None:
+            return fitting
+    if not specs:
         raise DoesNotFit(
             f"the batch does not divide into microbatches at {context.layout}",
             "use another sequences_per_step or microbatch_sequences",
         )
-    return min(pipelines, key=lambda pipeline: pipeline.mean_bytes)
+    *_, most = context.recompute_policies(modules)
+    return min(
+        (_pipeline(context, modules, most, spec) for spec in specs), key=lambda pipeline: pipeline.mean_bytes
+    )
 
 
 def _specs(
     context: PlanningContext,
     modules: tuple[Encoder | Llm, ...],
-    policy: RecomputePolicy,
     orders: Collection[str],
     chunk_counts: Collection[int] | None,
 ) -> Iterator[_Spec]:
     """Yields every V, op order and microbatch size, with both cuts, each with its lower bound."""
-    stages = context.layout.pp
+    stages, policy = context.layout.pp, next(context.recompute_policies(modules))
     most = sum(module.stack.layers for module in modules) // stages
     counts = [chunks for chunks in range(1, most + 1) if chunk_counts is None or chunks in chunk_counts]
     for size, chunks in product(context.job.layout.limits.microbatch_sequences, counts):
@@ -218,21 +218,26 @@ def _cuts(context: PlanningContext, layers: tuple[PricedLayer, ...], parts: int)
 
 
 def _build(
+    context: PlanningContext, modules: tuple[Encoder | Llm, ...], spec: _Spec
+) -> PipelineCandidate | None:
+    """Builds the spec with the least recomputation that fits."""
+    if spec.order_name != GREEDY:
+        return _least_recomputed(context, modules, spec, lambda pipeline: pipeline.fits)
+    for policy in context.recompute_policies(modules):
+        candidates = list(greedy_order_candidates(_pipeline(context, modules, policy, spec)))
+        if candidates:
+            return min(candidates, key=_estimate)
+    return None
+
+
+def _least_recomputed(
     context: PlanningContext,
     modules: tuple[Encoder | Llm, ...],
-    policies: Sequence[RecomputePolicy],
     spec: _Spec,
+    fits: Callable[[PipelineCandidate], bool],
 ) -> PipelineCandidate | None:
-    """Builds the spec with the first policy under which it fits."""
-    for policy in policies:
-        pipeline = _pipeline(context, modules, policy, spec)
-        if spec.order_name == GREEDY:
-            candidates = list(greedy_order_candidates(pipeline))
-            if candidates:
-                return min(candidates, key=_estimate)
-        elif pipeline.fits:
-            return pipeline
-    return None
+    ladders = context.recompute_ladders(modules)
+    return find_least_recomputed(ladders, lambda policy: _pipeline(context, modules, policy, spec), fits)
 
 
 def _pipeline(

@@ -95,9 +95,9 @@ class ThreePhaseSystem(BaseSystem):
     def _around(self, llm: PipelineCandidate, pipelines: LlmPipelines) -> list[ThreePhaseCandidate]:
         """Returns candidates around a pipeline with any recomputation; where none fits, a smaller one too."""
         candidates = list(list_three_phase_candidates(pipelines.context, llm))
-        added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
         others = list(pipelines.more_recomputed(llm))
         if not any(candidate.fits for candidate in candidates):
+            added = min((candidate.peak_bytes for candidate in candidates), default=0.0) - llm.peak_bytes
             others += pipelines.with_free_memory(llm, [added])
         for other in others:
             candidates += list_three_phase_candidates(pipelines.context, other)
