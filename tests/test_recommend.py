@@ -266,6 +266,18 @@ def test_systems_around_pipelines_are_faster_than_what_they_contain() -> None:
     assert compared.systems["optimus"].step_s < other.step_s < compared.systems["balanced-best"].step_s
 
 
+@pytest.mark.ci("search")
+def test_a_pipeline_is_weighed_where_a_contained_system_is_faster_sharded() -> None:
+    """`fsdp` takes 1.8875 s, and is the plan of `optimus`; around a pipeline that takes 1.8888 s."""
+    job = find_job("siglip-so400m-8b", "h100:512")
+    names = "fsdp", "three-phase", "optimus"
+    compared = compare_systems(job, names=names, also_on_pipelines=True)
+    assert compared.systems["optimus"].step_s == compared.systems["fsdp"].step_s
+    other = compared.on_pipelines["optimus"]
+    assert compared.systems["fsdp"].step_s < other.step_s < compared.systems["three-phase"].step_s
+    assert not is_around_sharded_llm(other)
+
+
 def test_the_next_command_runs_the_plan_or_makes_one_that_runs() -> None:
     dense, many, path = load_model("siglip-so400m-8b"), load_model("omni-3"), Path("a.json")
 

@@ -246,7 +246,9 @@ class _BestOverLayouts:
     def simulate(self, name: str) -> SimulatedSystem | str:
         """Returns the system at its best layout, once, or the reason why it cannot run."""
         if name not in self._outcomes:
-            self._outcomes[name] = self._simulate_with_contained(load_system(name))
+            outcome = self._outcomes[name] = self._simulate_with_contained(load_system(name))
+            if isinstance(outcome, str) or not is_around_sharded_llm(outcome):
+                self.on_pipelines.pop(name, None)
         return self._outcomes[name]
 
     def _simulate_with_contained(self, system: System) -> SimulatedSystem | str:
@@ -330,7 +332,7 @@ class _BestOverLayouts:
         )
         systems = [each for each in (on_pipelines, sharded) if each is not None]
         own = min(systems, key=lambda each: (not each.fits, each.step_s), default=None)
-        if own is sharded and found_s < least_s and on_pipelines is not None and self._also_on_pipelines:
+        if self._also_on_pipelines and found_s < least_s and on_pipelines is not None:
             self.on_pipelines[system.name] = on_pipelines
         return own or [*refusals, *refused][0]
 

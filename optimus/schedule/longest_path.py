@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,13 @@ class LongestPath:
         place[self._nodes] = np.arange(len(self._nodes))
         self._waits_offset, self._waits = edges_to_csr(place[edges], len(self._nodes))
         self.slowed_share = self._simulate_slowed_share(slowdown or DEFAULT_SLOWDOWN, launch_s)
+
+    def with_durations(self, duration_s: Floats, *, slowdown: float, launch_s: float) -> LongestPath:
+        """Returns the same graph of a schedule with other durations."""
+        other = copy(self)
+        other._schedule = replace(self._schedule, duration_s=duration_s)
+        other.slowed_share = other._simulate_slowed_share(slowdown or DEFAULT_SLOWDOWN, launch_s)
+        return other
 
     def _simulate_slowed_share(self, slowdown: float, launch_s: float) -> Floats:
         """Returns the share of every compute op's work that runs under a collective."""

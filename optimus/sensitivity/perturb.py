@@ -188,13 +188,15 @@ class PerturbableSchedule:
 
         What runs under collectives is simulated for each share of TP traffic that is overlapped.
         """
-        steps_s = np.empty(len(models))
+        steps_s, unscaled = np.empty(len(models)), self._base
+        graph = LongestPath(self._schedule, slowdown=unscaled.slowdown, launch_s=unscaled.launch_s)
         for hidden in {model.tp_overlapped for model in models}:
-            base = replace(self._base, tp_overlapped=hidden)
+            base = replace(unscaled, tp_overlapped=hidden)
             at = [place for place, model in enumerate(models) if model.tp_overlapped == hidden]
-            path = LongestPath(
-                self._scale(self._factors(base)), slowdown=base.slowdown, launch_s=base.launch_s
-            )
+            scaled = self._scale(self._factors(base)).duration_s
+            path = graph
+            if base != unscaled:
+                path = graph.with_durations(scaled, slowdown=base.slowdown, launch_s=base.launch_s)
             steps_s[at] = path.steps_s(
                 self._group,
                 np.stack([self._factors(models[place]) / self._factors(base) for place in at], axis=1),
