@@ -258,9 +258,9 @@ class StrictGroup(GlooGroup):
         """Returns the operations that the other members run here; ends when all have come to it."""
         others = [(member, torch.zeros_like(header)) for member in members if member != self._mine]
         tag = HEADER_TAG + crc32(bytes(str(list(members)), "ascii")) % HEADER_TAG  # the communicator's own
-        works = [self.carrier.send([header], member, tag) for member, _ in others]
-        works += [self.carrier.recv([other], member, tag) for member, other in others]
-        try:
+        try:  # a member that has ended refuses the send, and never comes either
+            works = [self.carrier.send([header], member, tag) for member, _ in others]
+            works += [self.carrier.recv([other], member, tag) for member, other in others]
             for work in works:
                 work.wait()
         except RuntimeError as error:

@@ -116,23 +116,31 @@ def test_reasons_follow_from_the_steps(planned: RecommendedPlan) -> None:
     }
     base = replace(planned.recommendation, name="fsdp", systems=systems)
     near = with_means(base, {"fsdp": 1.01, "optimus": 1.0, "balanced-best": 1.1})
-    assert near.fastest == "optimus" and near.next_best == "optimus"
+    assert near.fastest == "optimus" and near.next_best == "balanced-best"
     assert near.filling_speedup == pytest.approx(1.01)
     assert near.reasons[0] == (
         "optimus takes 1 s, 1.0% less, within the 2% in which the simpler system is recommended"
     )
-    assert near.reasons[1] == "filling bubbles (optimus) takes 1.0% less time than fsdp (worth it from 2% on)"
+    assert near.reasons[1] == "the next best, balanced-best, takes 1.1 s, 8.9% longer"
+    assert (
+        near.reasons[2] == "filling bubbles (optimus) takes 1.0% less time than fsdp (not worth it below 2%)"
+    )
     overlapped = "if 70% of your TP traffic is overlapped already, optimus takes"
-    assert near.reasons[2] == f"{overlapped} 10.0% less at the mean of the data"
+    assert near.reasons[3] == f"{overlapped} 10.0% less at the mean of the data"
     alone = with_means(base, {"fsdp": 1.0, "optimus": 1.0, "balanced-best": 1.1})
     assert alone.next_best == "balanced-best"
     assert alone.reasons[0] == "the next best, balanced-best, takes 1.1 s, 10.0% longer"
-    assert alone.reasons[1] == "filling bubbles (optimus) gains nothing here (worth it from 2% on)"
+    assert alone.reasons[1] == "filling bubbles (optimus) gains nothing here (not worth it below 2%)"
     worth = with_means(replace(base, name="optimus"), {"fsdp": 1.25, "optimus": 1.0})
-    overlapped = "10.0% with 70% of the TP traffic overlapped already"
+    overlapped = "also with 70% of the TP traffic overlapped already: 10.0% less time"
     assert (
         worth.reasons[1]
         == f"filling bubbles (optimus) takes 20.0% less time than fsdp (worth it, {overlapped})"
+    )
+    hidden = {n: replace(s, overlapped_step_s=1.2 if n == "optimus" else 1.0) for n, s in systems.items()}
+    lost = with_means(replace(base, name="optimus", systems=hidden), {"fsdp": 1.25, "optimus": 1.0})
+    assert (
+        "(worth it, but not with 70% of the TP traffic overlapped already: 20.0% more time)" in lost.sentence
     )
     peak = systems["fsdp"].peak_bytes
     full = replace(near, capacity_bytes=peak / 0.96)

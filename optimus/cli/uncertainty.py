@@ -7,9 +7,15 @@ from statistics import fmean
 from optimus.cli.text import wrap_text
 from optimus.planner.planning import MIN_SPEEDUP_WORTH_FILLING
 from optimus.sensitivity.noise_study import POLICIES, NoiseStudy, StepsUnderNoise
+from optimus.sensitivity.perturb import MOST_OF_FULL_SHARDING
 from optimus.sensitivity.recommend import RecommendedPlan
 from optimus.sensitivity.recommendation import Recommendation
 from optimus.sensitivity.win_rate import WinRate, WinRule
+
+FULL_SHARDING_REMARK = (
+    f"cost models draw 0 to {MOST_OF_FULL_SHARDING - 1:.0%} more compute for fully sharded modules than the "
+    "table assumes: published runs took that much more (optimus accuracy)"
+)
 
 
 def format_recommendation(planned: RecommendedPlan) -> list[str]:
@@ -22,6 +28,8 @@ def format_recommendation(planned: RecommendedPlan) -> list[str]:
         lines += wrap_text("", f"over drawn batches, not at their mean as above: {steps}")
     for reason in reasons:
         lines += wrap_text("", reason)
+    if any("fully sharded modules" in reason for reason in reasons):
+        lines += wrap_text("", FULL_SHARDING_REMARK)
     reference = planned.reference
     if reference is not None and reference.name != recommendation.name:
         speedup = planned.speedup.get(reference.name, 1.0)

@@ -51,10 +51,10 @@ class Recommendation:
 
     @property
     def next_best(self) -> str | None:
-        """The fastest other system that can be planned and is not the same."""
-        steps_s = self.steps.steps_s
-        others = (name for name in self.planned if name != self.name)
-        return next((n for n in others if (self.drawn[n].steps_s != steps_s).any()), None)
+        """The fastest other system that can be planned, is not the same and takes no less."""
+        steps = self.steps
+        slower = (name for name in self.planned if self.drawn[name].mean_s >= steps.mean_s)
+        return next((n for n in slower if (self.drawn[n].steps_s != steps.steps_s).any()), None)
 
     @property
     def passed_over(self) -> Mapping[str, str]:
@@ -105,15 +105,16 @@ class Recommendation:
 
     @property
     def _with_tp_overlapped(self) -> str:
-        """Says what filling gains if TP traffic is overlapped already; empty where it is not worth it."""
+        """Says if filling is still worth it where TP traffic is overlapped already; empty if it never is."""
         filled = self.systems.get(FILLED)
         simpler = [s.overlapped_step_s for n, s in self.systems.items() if not fills_bubbles(n)]
         gain = self.filling_speedup
         if filled is None or gain is None or gain < MIN_SPEEDUP_WORTH_FILLING:
             return ""
         less = 1 - filled.overlapped_step_s / min(simpler)
-        gains = f"{less:.1%}" if less > 0 else "nothing"
-        return f", {gains} with {OVERLAPPED_TP_SHARE:.0%} of the TP traffic overlapped already"
+        still = ", also" if 1 / (1 - less) >= MIN_SPEEDUP_WORTH_FILLING else ", but not"
+        gains = f"{abs(less):.1%} {'less' if less > 0 else 'more'} time"
+        return f"{still} with {OVERLAPPED_TP_SHARE:.0%} of the TP traffic overlapped already: {gains}"
 
     @property
     def _layouts(self) -> str:
@@ -136,7 +137,7 @@ class Recommendation:
                 allowed = f"but {passed_over[self.fastest]}"
             share = f"{1 - fastest_s / mean_s:.1%} less"
             reasons.append(f"{self.fastest} takes {fastest_s:.4g} s, {share}, {allowed}")
-        elif self.next_best is not None:
+        if self.next_best is not None:
             next_s = self.drawn[self.next_best].mean_s
             longer = f"{next_s / mean_s - 1:.1%} longer"
             reasons.append(f"the next best, {self.next_best}, takes {next_s:.4g} s, {longer}")
@@ -158,7 +159,7 @@ class Recommendation:
             gained = "gains nothing here"
             if gain >= 1.0005:
                 gained = f"takes {1 - 1 / gain:.1%} less time than {self.best_unfilled}"
-            worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"worth it from {margin} on"
+            worth = "worth it" if gain >= MIN_SPEEDUP_WORTH_FILLING else f"not worth it below {margin}"
             reasons.append(f"filling bubbles ({FILLED}) {gained} ({worth}{self._with_tp_overlapped})")
         overlapped = min(self.planned, key=lambda name: self.systems[name].overlapped_step_s)
         less = 1 - self.systems[overlapped].overlapped_step_s / self.system.overlapped_step_s
