@@ -83,7 +83,7 @@ class Instance(ColocationCandidate):
         self.base = LlmTimeline(self.header, llm.order)
 
     def lowered(self, arranged: FillResult) -> FilledPlan:
-        """With the same durations."""
+        """Keeps the durations of the header."""
         fixed = self._plan_builder(folded=True).fixed_bytes()
         return FilledPlan(
             header=self.header, orders=arranged.orders(), fixed=fixed, estimate_s=arranged.step_s

@@ -391,7 +391,7 @@ def test_chunks_left_open_are_also_halved() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_schedule_is_shorter_than_its_compute(seed: int) -> None:
-    """What lets candidates be left out unscheduled; some schedules are nearly that short."""
+    """The search leaves out candidates by this bound; some schedules are as short as it."""
     rng = Random(seed)
     job = random_job(rng)
     if not job.model.encoders:
@@ -406,7 +406,7 @@ def test_no_schedule_is_shorter_than_its_compute(seed: int) -> None:
 
 
 def test_two_cores_find_what_one_does() -> None:
-    """Schedules, shifts and refinements that another process computed are made again, and are the same."""
+    """Schedules, shifts and refinements of another process are recomputed, and are the same."""
     context, _ = choose_smallest_context(find_job("paper/small-a100"), get_preset("default"))
     found = []
     for cores in (1, 2):

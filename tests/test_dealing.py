@@ -112,7 +112,7 @@ def test_one_column_is_within_four_thirds_of_the_best(costs: list[float], pipeli
     st.booleans(),
 )
 def test_few_items_are_dealt_as_many_are(costs: Lengths, own: list[int], locked: bool) -> None:
-    """The same loops, compiled for many items; with ties."""
+    """Both run the same loops, compiled for many items; costs have ties."""
     few, many = dealing.COMPILE_FROM_ITEMS, 0
     dealt = []
     for dealing.COMPILE_FROM_ITEMS in (10**9, many):

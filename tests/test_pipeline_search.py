@@ -111,7 +111,7 @@ def test_the_least_recomputation_that_fits_is_that_of_all_policies_in_order() ->
 
 @pytest.mark.parametrize("name", ["paper/strong-3072", "omni-3", "internvl3-78b", "siglip-so400m-8b"])
 def test_no_less_recomputation_needs_less_than_the_bound(name: str) -> None:
-    """What lets policies be passed over: on a pipeline of all modules, of every policy."""
+    """The search passes over policies by this bound; every pair of policies is compared."""
     job = find_job(name) if "/" in name else find_job(name, "h100:64")
     context, _ = choose_smallest_context(job, get_preset("default"))
     modules = context.job.model.modules

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +276,20 @@ def test_systems_around_pipelines_are_faster_than_what_they_contain() -> None:
     other = compared.on_pipelines["optimus"]
     assert not is_around_sharded_llm(other) and other.fits
     assert compared.systems["optimus"].step_s < other.step_s < compared.systems["balanced-best"].step_s
+
+
+@pytest.mark.ci("search")
+def test_all_of_the_table_is_in_the_file_that_a_terminal_redirects_it_to(tmp_path: Path) -> None:
+    """The first rows are printed beside a progress bar, which redirects what goes to its terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "optimus", "plan", "cpu/tiny-vl", "--no-sure", "-o", "a.plan.json"]
+    output = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True
+    )
+    os.close(theirs)
+    os.close(ours)
+    for row in ("job ", "llm-only (floor)", "three-phase", "optimus ", "recommended"):
+        assert any(line.strip().startswith(row.strip()) for line in output.stdout.split("\n")), row
 
 
 @pytest.mark.ci("search")

@@ -142,6 +142,7 @@ def progress_bar(activity: str) -> Iterator[Progress]:
     bar = Progress(
         TextColumn("{task.description:<16}", markup=False), BarColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else what a command prints meanwhile would go to the terminal
     )  # fmt: skip
     with bar:
         task = bar.add_task(activity)

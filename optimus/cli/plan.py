@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,12 +139,10 @@ class PlanCommand:
         from optimus.cost.assumptions import get_preset
 
         begin = time.monotonic()
-        known: list[Comparison] = []
-        first_table_s: list[float] = []
+        known: list[tuple[Comparison, float]] = []
 
         def report_known(comparison: Comparison) -> None:
-            known.append(comparison)
-            first_table_s.append(time.monotonic() - begin)
+            known.append((comparison, time.monotonic() - begin))
             if not self.json:
                 print_lines(_first_table(comparison))
 
@@ -163,9 +161,10 @@ class PlanCommand:
                 progress=progress,
                 report_known=report_known,
             )
+        ((first, first_table_s),) = known
         if not self.json:
-            print_lines(_complete_table(known[0], comparison))
-        return comparison, first_table_s[0]
+            print_lines(_complete_table(first, comparison))
+        return comparison, first_table_s
 
     def _plan(self, comparison: Comparison) -> RecommendedPlan:
         """Recommends a system, over drawn batches and perturbed cost models, and plans it."""
@@ -293,7 +292,9 @@ def _first_table(comparison: Comparison) -> list[str]:
 
 def _complete_table(known: Comparison, comparison: Comparison) -> list[str]:
     """Returns the rows of the other systems, aligned with those known before, and remarks."""
-    comparison = _with_plans_on_pipelines(comparison)
+    from optimus.sensitivity.recommend import add_plans_on_pipelines
+
+    comparison = add_plans_on_pipelines(comparison)
     others = [name for name in comparison.systems if name not in known.systems]
     if known.floor_s != comparison.floor_s:  # another system showed a faster LLM
         return ["", *_rows(comparison, comparison.systems), *_remarks(comparison), ""]
@@ -346,15 +347,6 @@ def _microbatches(split: list[int], pieces: int) -> str:
     return words if pieces == 1 else f"{words} of 1/{pieces} of the LLM's"
 
 
-ON_PIPELINE = " pipeline"  # ends the row of a system's other plan
-
-
-def _with_plans_on_pipelines(comparison: Comparison) -> Comparison:
-    """Returns the comparison with the other plans of systems that are fastest around a fully sharded LLM."""
-    others = {f"{name}{ON_PIPELINE}": system for name, system in comparison.on_pipelines.items()}
-    return replace(comparison, systems={**comparison.systems, **others})
-
-
 WHERE_ENCODERS_RUN = (
     "Encoders run: in stage 0 of the LLM's pipeline (stage0), as layers of all its stages (balanced, and at "
     "its best), before and after the LLM (three-phase), in its idle time (optimus). From the simplest to the "
@@ -366,11 +358,12 @@ def _rows(comparison: Comparison, names: Iterable[str]) -> list[str]:
     """Returns the header and a row for every system: the fastest first, but those that fill bubbles last."""
     from optimus.cli.comparison import TP_SHARE
     from optimus.planner.systems.registry import fills_bubbles
+    from optimus.sensitivity.recommend import system_of
 
     header = ["system", "step s", "over floor", "peak GB", "MFU %", f"TP {TP_SHARE}"]
     rows = []
     systems = [(name, comparison.systems[name]) for name in names]
-    for name, system in sorted(systems, key=lambda item: (fills_bubbles(item[1].name), item[1].step_s)):
+    for name, system in sorted(systems, key=lambda item: (fills_bubbles(system_of(item[0])), item[1].step_s)):
         rows.append(
             [
                 f"{name} (floor)" if name == "llm-only" else name,
@@ -388,6 +381,7 @@ def _rows(comparison: Comparison, names: Iterable[str]) -> list[str]:
 
 def _remarks(comparison: Comparison) -> list[str]:
     from optimus.cli.comparison import TP_SHARE_REMARK
+    from optimus.sensitivity.recommend import system_of
 
     lines = wrap_remark(f"Steps at the mean of the data, memory at p99 of steps. {TP_SHARE_REMARK}")
     lines += wrap_remark(WHERE_ENCODERS_RUN)
@@ -396,7 +390,7 @@ def _remarks(comparison: Comparison) -> list[str]:
             lines += wrap_remark(
                 f"{name} is {system.how.partition(':')[0]}: nothing that it tried is faster."
             )
-        elif name.endswith(ON_PIPELINE):
+        elif name != system_of(name):
             lines += wrap_remark(f"{name}: around a pipeline of the LLM, not a fully sharded one.")
     if any(not system.fits for system in comparison.systems.values()):
         lines += wrap_remark(f"! does not fit in {format_gigabytes(comparison.context.capacity_bytes)} GB")

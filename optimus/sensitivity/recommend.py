@@ -20,7 +20,7 @@ from optimus.sensitivity.recommendation import FILLED, Recommendation, choose_si
 from optimus.sensitivity.win_rate import find_fully_sharded, simulate_cost_models
 
 MAX_OVER_FASTEST = 1.1  # step of a system at the mean, up to which batches may make it the fastest
-ON_PIPELINE = " on a pipeline"  # ends the name of a system's other plan, while plans are weighed
+ON_PIPELINE = " pipeline"  # ends the name of a system's other plan, while plans are listed and weighed
 
 Progress = Callable[[str, int, int], None]
 
@@ -110,11 +110,11 @@ def recommend(
     A system whose best plan is around a fully sharded LLM stands for the one around a pipeline, if that is
     faster in the mean over cost models.
     """
-    every, job = _add_plans_on_pipelines(comparison), comparison.job
+    every, job = add_plans_on_pipelines(comparison), comparison.job
     steps = simulate_batches(
         every, _list_contenders(every), dealing=BEST, count=batches, seed=seed, cores=cores, progress=progress
     )
-    perturbed, plans = None, [name for name in steps if _can_be_planned(_system_of(name), job)]
+    perturbed, plans = None, [name for name in steps if _can_be_planned(system_of(name), job)]
     if draws:
         perturbed = simulate_cost_models(
             every,
@@ -151,14 +151,14 @@ def recommend(
     )
 
 
-def _add_plans_on_pipelines(comparison: Comparison) -> Comparison:
+def add_plans_on_pipelines(comparison: Comparison) -> Comparison:
     """Returns the comparison with the other plans of systems, under names of their own."""
     others = {f"{name}{ON_PIPELINE}": system for name, system in comparison.on_pipelines.items()}
     named = {name: replace(system, name=name) for name, system in others.items()}
     return replace(comparison, systems={**comparison.systems, **named})
 
 
-def _system_of(plan: str) -> str:
+def system_of(plan: str) -> str:
     """Returns the name of the system that a plan is of."""
     return plan.removesuffix(ON_PIPELINE)
 
@@ -167,7 +167,7 @@ def _choose_plans(plans: Iterable[str], excess: Mapping[str, float]) -> dict[str
     """Returns by system its plan with the least excess; systems without cost models have one."""
     chosen: dict[str, str] = {}
     for plan in sorted(plans, key=lambda plan: (excess.get(plan, 0.0), plan)):
-        chosen.setdefault(_system_of(plan), plan)
+        chosen.setdefault(system_of(plan), plan)
     return chosen
 
 
@@ -193,7 +193,7 @@ def _list_contenders(comparison: Comparison) -> list[str]:
     more.
     """
     fitting = {n: s.step_s for n, s in comparison.systems.items() if s.fits and n != "llm-only"}
-    planned = [name for name in fitting if _can_be_planned(_system_of(name), comparison.job)]
+    planned = [name for name in fitting if _can_be_planned(system_of(name), comparison.job)]
     if not planned:
         raise DoesNotFit(
             f"no system that was compared fits in {comparison.context.capacity_bytes / 1e9:.0f} GB",

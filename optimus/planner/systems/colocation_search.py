@@ -81,7 +81,7 @@ class ScheduledCandidate:
 
     @cached_property
     def arranged(self) -> FillResult:
-        """The schedule: again, if it was made in another process."""
+        """The schedule, recomputed here if another process computed its figures."""
         return self.candidate.fill.schedule_encoders(self.shift_s)
 
 
